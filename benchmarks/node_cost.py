@@ -94,8 +94,8 @@ def main() -> None:
                 start_ms = measure_start_ms(python)
                 middle = statistics.median(until)
                 print(
-                    f"{name}: {middle:.1f} ms [{until[0]:.1f}, {until[-1]:.1f}] until the job starts, {whole:.1f} ms in "
-                    f"all; an interpreter's start {start_ms:.1f} ms"
+                    f"{name}: {middle:.1f} ms [{until[0]:.1f}, {until[-1]:.1f}] until the job starts, "
+                    f"{whole:.1f} ms in all; an interpreter's start {start_ms:.1f} ms"
                 )
                 kept[name] = {
                     "median_ms": round(middle, 1), "min_ms": round(until[0], 1), "max_ms": round(until[-1], 1),

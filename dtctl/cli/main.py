@@ -11,6 +11,8 @@ from dtctl.interrupt import exit_immediately, leave_when_interrupted
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from dtctl.errors import DtctlError
 
 
@@ -124,9 +126,33 @@ def _suggest_usage(exc: Exception, before: list[str], *, has_rest: bool) -> str:
         if wanted in option.opts and not option.is_flag:
             value = option.metavar or option.name.upper()
             return f"`{' '.join(['dtctl', *words])} {wanted} {value}`: {option.help or ''}".rstrip(": ")
-    if before[:1] == ["launch"] and not has_rest and len(before) > 1:
-        return f"arguments of the script come after two dashes: `dtctl launch -- {' '.join(before[1:])}`"
+    if before[:1] == ["launch"] and not has_rest:
+        return _suggest_two_dashes(exc, before[1:], {name for option in command.params for name in option.opts})
     return ""
+
+
+def _suggest_two_dashes(exc: Exception, words: list[str], options: Collection[str]) -> str:
+    """Return the launch whose unknown words go to the script; empty if a word may be an option written wrongly.
+
+    Options that dtctl knows stay where they are: behind the dashes `--dry-run` is the script's, and the job starts.
+    """
+    import difflib
+    import shlex
+
+    option, message = getattr(exc, "option_name", None), str(getattr(exc, "message", ""))
+    if option is not None:
+        if difflib.get_close_matches(option, getattr(exc, "possibilities", None) or (), cutoff=0.8):
+            return ""
+        at = next((number for number, word in enumerate(words) if word.partition("=")[0] == option), None)
+    else:  # "Got unexpected extra argument (a b)"
+        extra = message.rpartition("(")[2].rstrip(")").split() if "extra argument" in message else []
+        at = len(words) - len(extra) if extra and words[-len(extra) :] == extra else None
+    if at is None or any(word.partition("=")[0] in options for word in words[at:]):
+        return ""
+    # The spec names the program, so a program in front of its arguments is left out.
+    known = [word for word in words[:at] if word.startswith("-") or not word.endswith(".py")]
+    command = shlex.join(["dtctl", "launch", *known, "--", *words[at:]])
+    return f"arguments of the script come after two dashes: `{command}`"
 
 
 def _exit_code(exc: DtctlError) -> int:

@@ -265,9 +265,24 @@ def _run_node_checks(well: list[NodeReport], spec: Spec, slots: dict[str, int]) 
         *node.check_process_limits(well),
         *node.check_storage(well, spec.cluster.workdir),
         *node.check_software_versions(well),
+        *(node.check_torch_exists(well, needed_by) if (needed_by := _find_need_of_torch(spec)) else ()),
         *node.check_node_clocks(well),
         *hardware.check_hardware(well, slots),
     ]
+
+
+def _find_need_of_torch(spec: Spec) -> str:
+    """Return what of the job needs torch in the Python that was examined; empty if nothing does.
+
+    A job's own environment is made at its launch, and its set-up may choose another Python.
+    """
+    job = spec.job
+    if job.environment is not None or (job.setup and spec.cluster.python is None):
+        return ""
+    if spec.train is not None:
+        return "the section `train`"
+    kind = job.kind or ("torchrun" if job.script or job.module else "")
+    return f"kind {kind}" if kind in ("torchrun", "accelerate", "deepspeed") else ""
 
 
 def build_node_query(spec: Spec, one: NodeSpec, cluster: ResolvedCluster) -> NodeQuery:

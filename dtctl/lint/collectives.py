@@ -99,11 +99,7 @@ def find_forward_kind(module: SourceFile, call: ast.Call, depth: int = 3) -> tup
         return None
     for model in _models_run(target.module, target.node, depth - 1):
         root = model.id if isinstance(model, ast.Name) else ""
-        given = (
-            find_call_argument(call, target.node, root, bound=is_bound_method(target.module, target.node))
-            if root
-            else None
-        )
+        given = find_call_argument(call, target.node, root, bound=is_bound_method(target.module, target.node))
         parameters = [one.arg for one in target.node.args.args] if isinstance(target.node, Function) else []
         if root in parameters and given is None:
             continue

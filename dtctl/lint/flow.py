@@ -7,7 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtctl.lint import names
-from dtctl.lint.source_file import Binding, Definition, Function, SourceFile, format_dotted_name, read_constant_value
+from dtctl.lint.source_file import (
+    Binding,
+    Definition,
+    Function,
+    SourceFile,
+    find_argument,
+    find_callers,
+    find_keyword_value,
+    format_dotted_name,
+    list_calls_on,
+    read_constant_value,
+    read_last_name,
+)
 
 _DEPTH = 8
 _MOST = 12
@@ -116,10 +128,7 @@ def names_given(module: SourceFile, call: ast.Call) -> set[str | None]:
 def _collect_mapping_keys(module: SourceFile, mapping: ast.expr) -> set[str | None]:
     """Return the keys of a dictionary that is written out, with keys that are added later; None for unknown ones."""
     name, found = format_dotted_name(mapping), set[str | None]()
-    updates = [
-        call for call in module.methods.get("update", ())
-        if isinstance(call.func, ast.Attribute) and format_dotted_name(call.func.value) == name
-    ]  # fmt: skip
+    updates = list_calls_on(module, name, "update")
     tables = [value.node for value in find_value_origins(module, mapping)]
     tables += [argument for call in updates for value in call.args for argument in module.values(value)]
     for table in tables:
@@ -269,7 +278,7 @@ def _resolve_parameter(
     if frame is not None and frame.function is function:
         calls = [(frame.module, frame.call)]
     else:
-        calls = module.neighbours.callers(module, function) if module.neighbours is not None else []
+        calls = find_callers(module, function)
         frame = None
     if not calls or len(calls) > _MOST:
         yield value
@@ -302,9 +311,7 @@ def _find_passed_argument(
         if at == 0:
             return call
         at -= 1
-    given = next((one.value for one in call.keywords if one.arg == "args"), None)
-    if given is None and name in names.SPAWNS and len(call.args) > 1:
-        given = call.args[1]
+    given = find_argument(call, "args", 1) if name in names.SPAWNS else find_keyword_value(call, "args")
     return given.elts[at] if isinstance(given, ast.Tuple | ast.List) and 0 <= at < len(given.elts) else None
 
 
@@ -346,8 +353,7 @@ def _not_bound_here(value: TracedValue, depth: int, seen: set[tuple[int, int]]) 
 
 def _is_property(function: ast.AST) -> bool:
     return isinstance(function, Function) and any(
-        (format_dotted_name(decorator) or "").rpartition(".")[2] in ("property", "cached_property")
-        for decorator in function.decorator_list
+        read_last_name(decorator) in ("property", "cached_property") for decorator in function.decorator_list
     )
 
 

@@ -62,27 +62,27 @@ def _string_end(text: str, at: int, quote: str, *, formatted: bool) -> tuple[int
     depth, nested = 0, False
     while at < len(text):
         letter = text[at]
-        if not depth:
-            if text.startswith(quote, at):
-                return at + len(quote), nested
-            if letter == "\\" or (formatted and text[at : at + 2] in ("{{", "}}")):
-                at += 2
-                continue
-            if letter == "\n" and len(quote) == 1:
-                return None, nested
+        escaped = letter == "\\" or (formatted and text[at : at + 2] in ("{{", "}}"))
+        if not depth and text.startswith(quote, at):
+            return at + len(quote), nested
+        if not depth and escaped:
+            at += 2
+            continue
+        if letter == "\n" and len(quote) == 1:
+            if not depth:
+                break
+            nested = True
         if formatted and letter == "{":
             depth += 1
         elif depth and letter == "}":
             depth -= 1
-        elif depth and letter == "\n":
-            nested = nested or len(quote) == 1
         elif depth and letter in "\"'":
             inner = _OPENING.match(text, at)
             if inner is None:
-                return None, nested
+                break
             end, deeper = _string_end(text, inner.end(), inner["quote"], formatted=text[at - 1] in "fF")
             if end is None or deeper:
-                return None, nested
+                break
             nested = nested or letter in quote
             at = end
             continue

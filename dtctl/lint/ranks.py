@@ -14,9 +14,12 @@ from dtctl.lint.source_file import (
     SCOPES,
     Function,
     SourceFile,
+    find_callers,
     find_keyword_value,
     format_dotted_name,
+    list_additions,
     read_constant_value,
+    read_last_name,
     unparse_node,
 )
 
@@ -115,11 +118,9 @@ def _kind_of_origin(value: TracedValue, node: ast.expr) -> RankKind | None:
             return "spawned"
         return _rank_of_call(module, origin, value.frame) if value.item is None else None
     if isinstance(origin, ast.Subscript):
-        return (
-            _of_variable(read_constant_value(origin.slice))
-            if _is_environ_mapping(module, origin.value)
-            else _kind_by_name(origin)
-        )
+        if _is_environ_mapping(module, origin.value):
+            return _of_variable(read_constant_value(origin.slice))
+        return _kind_by_name(origin)
     if isinstance(origin, ast.BinOp):
         if isinstance(origin.op, ast.Mod) and rank_kind(module, origin.left, value.frame) == "global":
             return "local"
@@ -163,18 +164,14 @@ def _rank_of_call(module: SourceFile, call: ast.Call, frame: CallFrame | None) -
 
 
 def _is_group_rank(value: ast.expr) -> bool:
-    return (
-        isinstance(value, ast.Call)
-        and (format_dotted_name(value.func) or "").rpartition(".")[2]
-        in ("get_rank", "get_local_rank", "get_group_rank")
-        and (
-            bool(value.args or value.keywords)
-            or (
-                "mesh" in (format_dotted_name(value.func) or "")
-                and not (format_dotted_name(value.func) or "").endswith("get_rank")
-            )
-        )
-    )
+    """Return whether a value is the rank in a group, or in a dimension of a mesh."""
+    if not isinstance(value, ast.Call):
+        return False
+    name = format_dotted_name(value.func) or ""
+    last = read_last_name(value.func)
+    if last not in ("get_rank", "get_local_rank", "get_group_rank"):
+        return False
+    return bool(value.args or value.keywords) or ("mesh" in name and last != "get_rank")
 
 
 def _is_environ_mapping(module: SourceFile, node: ast.expr) -> bool:
@@ -230,33 +227,31 @@ def _parse_rank_guard(module: SourceFile, test: ast.AST, frame: CallFrame | None
 def _guard_of_name(
     module: SourceFile, test: ast.Name | ast.Attribute | ast.Call, frame: CallFrame | None, depth: int
 ) -> RankGuard | None:
-    name = format_dotted_name(test.func if isinstance(test, ast.Call) else test) or ""
-    last = name.rpartition(".")[2]
-    found: list[RankGuard] = []
+    last = read_last_name(test.func if isinstance(test, ast.Call) else test)
     values = [value for value in find_value_origins(module, test, frame) if value.node is not test] if depth else []
-    for value in values:
-        if isinstance(value.node, ast.Compare | ast.BoolOp | ast.UnaryOp):
-            condition = find_rank_guard(value.module, value.node, value.frame, depth - 1)
-            if condition is not None:
-                found.append(condition)
+    conditions = [value for value in values if isinstance(value.node, ast.Compare | ast.BoolOp | ast.UnaryOp)]
     constants = [value for value in values if isinstance(value.node, ast.Constant)]
-    if found and len({(one.rank, one.at_zero) for one in found}) == 1:
-        known = len(found) + len(constants) == len(values)
+    guards = [find_rank_guard(value.module, value.node, value.frame, depth - 1) for value in conditions]
+    found = [guard for guard in guards if guard is not None]
+    if len({(guard.rank, guard.at_zero) for guard in found}) == 1:
         # A helper's result without a distributed job (`return True`) does not make it a different condition.
-        return RankGuard(
-            found[0].rank, found[0].at_zero, test,
-            sure=known and all(one.sure for one in found), sure_not=known and all(one.sure_not for one in found),
-        )  # fmt: skip
+        known = len(found) + len(constants) == len(values)
+        sure = known and all(guard.sure for guard in found)
+        sure_not = known and all(guard.sure_not for guard in found)
+        return RankGuard(found[0].rank, found[0].at_zero, test, sure=sure, sure_not=sure_not)
     if _MAIN.match(last):
-        answers = {read_constant_value(value.node) for value in constants}
-        fixed = bool(constants) and len(constants) == len(values) and not isinstance(test, ast.Attribute)
-        if fixed and not (isinstance(test, ast.Call) and answers == {True, False}):
-            return None  # the function always returns the same, or callers set the parameter
+        if constants and len(constants) == len(values) and _is_fixed_answer(test, constants):
+            return None
         return RankGuard("local" if "local" in last else "global", at_zero=True, test=test)
     kind = rank_kind(module, test, frame) if "gpu" not in last else None
-    if kind:  # such as `if rank:`, `if dist.get_rank():`
-        return RankGuard(kind, at_zero=False, test=test)
-    return None
+    return RankGuard(kind, at_zero=False, test=test) if kind else None  # such as `if rank:`, `if dist.get_rank():`
+
+
+def _is_fixed_answer(test: ast.expr, constants: list[TracedValue]) -> bool:
+    """Return whether callers set a parameter, or a function returns the same on all ranks."""
+    if isinstance(test, ast.Call):
+        return {read_constant_value(value.node) for value in constants} != {True, False}
+    return not isinstance(test, ast.Attribute)
 
 
 def _parse_rank_comparison(module: SourceFile, test: ast.Compare, frame: CallFrame | None) -> RankGuard | None:
@@ -344,28 +339,18 @@ def resolve_rank_guard(module: SourceFile, node: ast.AST, depth: int = 3) -> Ran
     own = next(list_rank_guards(module, node), None)
     if own is not None:
         return own
-    function = module.scope(node)
-    if not isinstance(function, Function) or not depth or module.neighbours is None:
-        return None
-    calls = module.neighbours.callers(module, function)
-    above = [resolve_rank_guard(caller, call, depth - 1) for caller, call in calls[:20]]
+    calls = find_callers(module, module.scope(node))[:20] if depth else []
+    above = [resolve_rank_guard(caller, call, depth - 1) for caller, call in calls]
     return above[0] if above and all(above) else None
 
 
 def by_turns(module: SourceFile, node: ast.AST) -> bool:
     """Return whether rank 0 calls the node's function in one branch, and the others in the other branch."""
-    function = module.scope(node)
-    if (
-        not isinstance(function, Function)
-        or module.neighbours is None
-        or next(list_rank_guards(module, node), None) is not None
-    ):
+    if next(list_rank_guards(module, node), None) is not None:
         return False
-    calls = module.neighbours.callers(module, function)[:20]
-    return {one.at_zero for caller, call in calls if (one := resolve_rank_guard(caller, call, 1)) is not None} == {
-        True,
-        False,
-    }
+    calls = find_callers(module, module.scope(node))[:20]
+    guards = [resolve_rank_guard(caller, call, 1) for caller, call in calls]
+    return {guard.at_zero for guard in guards if guard is not None} == {True, False}
 
 
 _ONE = re.compile(
@@ -474,24 +459,19 @@ def is_world_size(module: SourceFile, node: ast.expr) -> bool:
             return True
         if isinstance(value, ast.Subscript) and read_constant_value(value.slice) == "WORLD_SIZE":
             return True
-        if (format_dotted_name(value) or "").rpartition(".")[2] in (
+        if read_last_name(value) in (
             "world_size",
             "WORLD_SIZE",
             "ddp_world_size",
             "num_replicas",
         ):
             return True
-    return (format_dotted_name(node) or "").rpartition(".")[2] in ("world_size", "WORLD_SIZE", "ddp_world_size")
+    return read_last_name(node) in ("world_size", "WORLD_SIZE", "ddp_world_size")
 
 
 def mentions_rank(module: SourceFile, node: ast.expr) -> bool:
     """Return whether an expression contains the rank, also through assignments."""
-    name, scope = format_dotted_name(node), module.scope(node)
-    added = [
-        one.value
-        for one in module.nodes_of(ast.AugAssign)
-        if format_dotted_name(one.target) == name and module.scope(one) is scope
-    ]
+    added = [one.value for one in list_additions(module, format_dotted_name(node), module.scope(node))]
     for value in (node, *module.values(node), *added):
         for part in ast.walk(value):
             if isinstance(part, ast.expr) and rank_kind(module, part):

@@ -35,6 +35,11 @@ class Binding:
     item: int = 0
     """Index of the item in the unpacked value."""
 
+    @property
+    def origin(self) -> ast.expr | None:
+        """Return the assigned value, or the value that was unpacked."""
+        return self.value or self.whole
+
 
 @dataclass(frozen=True, slots=True)
 class Definition:
@@ -431,6 +436,51 @@ def unparse_node(module: SourceFile, node: ast.AST) -> str:
 def find_keyword_value(call: ast.Call, name: str) -> ast.expr | None:
     """Return the value of a keyword argument; None without one."""
     return next((argument.value for argument in call.keywords if argument.arg == name), None)
+
+
+def find_argument(call: ast.Call, name: str, index: int) -> ast.expr | None:
+    """Return the value of an argument that may be passed by its name or at an index; None without one."""
+    value = find_keyword_value(call, name)
+    return call.args[index] if value is None and len(call.args) > index else value
+
+
+def read_last_name(node: ast.AST) -> str:
+    """Return the last part of a name, such as `local_rank` for `args.local_rank`; empty for other expressions."""
+    return (format_dotted_name(node) or "").rpartition(".")[2]
+
+
+def read_assigned_name(module: SourceFile, node: ast.AST) -> str | None:
+    """Return the name to which the statement of a node assigns its value; None without one."""
+    statement = module.statement(node)
+    return format_dotted_name(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+
+
+def find_callers(module: SourceFile, function: ast.AST) -> list[tuple[SourceFile, ast.Call]]:
+    """Return the calls of a function in the project; none for other nodes."""
+    if not isinstance(function, Function) or module.neighbours is None:
+        return []
+    return module.neighbours.callers(module, function)
+
+
+def list_contexts(module: SourceFile, node: ast.AST) -> list[ast.expr]:
+    """Return the expressions of the `with` statements around a node, within its function."""
+    blocks = [parent for parent, _ in module.chain(node) if isinstance(parent, ast.With)]
+    return [item.context_expr for block in blocks for item in block.items]
+
+
+def list_calls_on(module: SourceFile, owner: str | None, method: str) -> list[ast.Call]:
+    """Return the calls `owner.method(...)` of a file."""
+    return [
+        call
+        for call in module.methods.get(method, ())
+        if isinstance(call.func, ast.Attribute) and format_dotted_name(call.func.value) == owner
+    ]
+
+
+def list_additions(module: SourceFile, name: str | None, scope: ast.AST) -> list[ast.AugAssign]:
+    """Return the statements `name += value`, with any operator, in a function or outside of functions."""
+    changes = module.nodes_of(ast.AugAssign)
+    return [one for one in changes if format_dotted_name(one.target) == name and module.scope(one) is scope]
 
 
 def read_constant_value(node: ast.AST | None) -> object:

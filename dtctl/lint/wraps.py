@@ -8,7 +8,7 @@ from typing import Literal
 
 from dtctl.lint import names
 from dtctl.lint.flow import find_value_origins
-from dtctl.lint.source_file import SourceFile, format_dotted_name
+from dtctl.lint.source_file import SourceFile, find_argument, format_dotted_name
 
 Kind = Literal["ddp", "fsdp", "fully_shard"]
 _KINDS: dict[str, Kind] = {names.DDP: "ddp", names.FSDP: "fsdp", names.FULLY_SHARD: "fully_shard"}
@@ -31,11 +31,7 @@ def find_call_wrap(module: SourceFile, call: ast.Call) -> ModelWrap | None:
     kind = _KINDS.get(module.name(call.func) or "")
     if kind is None:
         return None
-    inner = (
-        call.args[0]
-        if call.args
-        else next((argument.value for argument in call.keywords if argument.arg == "module"), None)
-    )
+    inner = find_argument(call, "module", 0)
     source = format_dotted_name(inner) if inner is not None else None
     above = module.parents.get(call)
     target = format_dotted_name(above.targets[0]) if isinstance(above, ast.Assign) and len(above.targets) == 1 else None
@@ -85,11 +81,8 @@ def _model_kinds(module: SourceFile, node: ast.expr) -> set[Kind | None]:
     for value in find_value_origins(module, node):
         if isinstance(value.node, ast.Constant):
             continue
-        wrap = (
-            find_call_wrap(value.module, value.node)
-            if isinstance(value.node, ast.Call) and value.item is None
-            else None
-        )
+        whole = value.node if value.item is None else None
+        wrap = find_call_wrap(value.module, whole) if isinstance(whole, ast.Call) else None
         kinds.add(wrap.kind if wrap is not None else None)
     if None in kinds and _sharded_in_place(module, node):
         kinds.add("fully_shard")

@@ -145,9 +145,11 @@ def make_template(
 
 def _resolve_plan_recovery(spec: Spec, kind: Kind, source: str, *, workers: int) -> RecoveryPlan | None:
     """Return a sentence about the recovery from a lost worker; None without a training."""
-    from dtctl.plan.preload import imports_session
+    has_own_loop = False
+    if "dtctl.runtime" in source:
+        from dtctl.plan.preload import imports_session
 
-    has_own_loop = imports_session(source)
+        has_own_loop = imports_session(source)
     if spec.train is None and spec.job.recovery != "live" and not has_own_loop:
         return None
     from dtctl.plan.recovery import resolve_recovery

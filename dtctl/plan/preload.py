@@ -33,8 +33,6 @@ def find_preload_modules(source: str) -> tuple[str, ...]:
 
 def imports_session(source: str) -> bool:
     """Return whether a script imports `dtctl.runtime.session` at its top level: its loop is its own."""
-    if RUNTIME not in source:
-        return False
     try:
         tree = parse_python(source)
     except SyntaxError:

@@ -27,6 +27,7 @@ from dtctl.runtime.engine import TrainingEngine
 from dtctl.runtime.exactness import program_fingerprint, run_conditions
 from dtctl.runtime.exactness.record import StepRecorder
 from dtctl.runtime.exactness.resume_check import ResumeCheck
+from dtctl.runtime.exactness.stateful import require_stateful
 from dtctl.runtime.frozen_weights import FrozenWeights
 from dtctl.runtime.guards.consistency import build_training_fingerprint, compute_settings_checksum, require_equal_facts
 from dtctl.runtime.hooks import Hook, HookRunner
@@ -210,7 +211,7 @@ def build_training(
 
     runner = HookRunner(hooks, worker)
     states = {**extra_state, **runner.list_stateful()}
-    program_fingerprint.require_stateful(states)
+    require_stateful(states)
     snapshots = SnapshotWriters(settings, folder, model, report.progress, sharded_state=engine.strategy.sharded_state)
     settings.circumstances.update(
         run_conditions.collect_train_settings(config, worker, sizes, samples=settings.samples, steps=position.steps)
@@ -225,7 +226,7 @@ def build_training(
         report=report,
         snapshots=snapshots,
         check=ResumeCheck(
-            lambda: StepRecorder(worker, trained.model, trained.optimizer),
+            StepRecorder(worker, trained.model, trained.optimizer),
             config=config,
             worker=worker,
             folder=folder,

@@ -72,8 +72,7 @@ class TrainingState:
         parts |= {"local": local} if local else {}
         if self.worker.is_first:
             parts["random"] = everyone
-            self.account.add_loaded_modules()
-            parts["circumstances"] = {"detail": self.account.text}
+            parts["circumstances"] = {"detail": self.account.build_facts_text()}
         unkept = [f"{name_some(lost)} changes in training, and snapshots do not keep it"] if lost else []
         return parts, {
             "programs": self.account.checksums,

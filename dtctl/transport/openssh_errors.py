@@ -187,6 +187,21 @@ def _explain_refusal(words: SshMessages, target: Target, hop: str) -> AuthError:
     return AuthError(message, node=target.name, hint=hint)
 
 
+def build_silent_server_error(node: str, at: str = "") -> ConnectError:
+    """Return the error of a node that accepts a connection and sends nothing: its kernel runs, its SSH server does not.
+
+    Args:
+        node: name of the node.
+        at: text in front of the message, such as the jump host's name.
+    """
+    return ConnectError(
+        f"{at}it accepts connections, but its SSH server sends nothing",
+        node=node,
+        hint="its programs may hang, or wait for memory or a disk: look at its console (top, dmesg), and restart sshd "
+        "or the machine",
+    )
+
+
 def _explain_connection(lines: Sequence[str], target: Target, hop: str) -> ConnectError:
     text = "\n".join(lines)
     at = f"jump host {hop}: " if hop else ""
@@ -201,6 +216,8 @@ def _explain_connection(lines: Sequence[str], target: Target, hop: str) -> Conne
     if "Connection refused" in text:
         hint = "is its SSH server running, and is `port` right?"
         return ConnectError(f"{at}its SSH port refuses connections: {first}", node=target.name, hint=hint)
+    if "during banner exchange" in text:
+        return build_silent_server_error(target.name, at)
     if re.search(r"timed out|Operation timed|Timeout", text, re.IGNORECASE):
         hint = "is it up, and does a firewall drop the packets?"
         return ConnectError(f"{at}no answer while connecting to {address}: {first}", node=target.name, hint=hint)

@@ -34,6 +34,7 @@ from dtctl.errors import AuthError, ConnectError, HostKeyError, TransportError  
 from dtctl.transport import hostkeys, sshconfig  # noqa: E402
 from dtctl.transport.base import Target  # noqa: E402
 from dtctl.transport.dial import EarlyConnections, OpenSocket, PendingConnection, open_socket  # noqa: E402
+from dtctl.transport.openssh_errors import build_silent_server_error  # noqa: E402
 
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
 """Ciphers in order of preference: GCM needs no separate MAC, which halves the cost of a push."""
@@ -85,6 +86,8 @@ def translate_ssh_errors(node: str, *, doing: str) -> Iterator[None]:
             node=node,
             hint="check the spelling, or give `address` in `cluster.nodes`",
         ) from exc
+    except _SilentServerError as exc:
+        raise build_silent_server_error(node) from exc
     except TimeoutError as exc:
         raise ConnectError(
             f"no answer while {doing}", node=node, hint="is it up, and does a firewall drop the packets?"
@@ -104,6 +107,10 @@ def translate_ssh_errors(node: str, *, doing: str) -> Iterator[None]:
 def _one_line(exc: BaseException) -> str:
     """Return the message of an exception, without the line ends that a server may have put in."""
     return " ".join(str(exc).split()) or type(exc).__name__
+
+
+class _SilentServerError(TimeoutError):
+    """A connection was opened, and the server has not answered in it."""
 
 
 class SshStream:
@@ -320,7 +327,7 @@ class SshTransport:
             transport.banner_timeout = transport.handshake_timeout = timeout_s + 5
             transport.start_client(timeout=timeout_s)
             if not transport.initial_kex_done:  # after the time-out it returns without an error
-                raise TimeoutError
+                raise TimeoutError if settings.proxy_command else _SilentServerError
         except BaseException:
             transport.close()
             raise

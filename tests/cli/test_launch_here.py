@@ -99,11 +99,27 @@ def test_much_is_pushed_with_a_warning(tmp_path: Path) -> None:
     assert "weights (101.0 MiB)" in done.stderr
 
 
-@pytest.mark.parametrize("words", [("--lr", "1"), ("dtctl.yaml", "x", "y")])
-def test_arguments_without_two_dashes_are_told_where_they_go(tmp_path: Path, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("words", "better"),
+    [
+        ("--lr 1", "dtctl launch -- --lr 1`"),
+        ("dtctl.yaml x y", "dtctl launch dtctl.yaml -- x y`"),
+        ("--dry-run --epochs 3", "dtctl launch --dry-run -- --epochs 3`"),
+        ("t.py --epochs 3", "dtctl launch -- --epochs 3`"),
+    ],
+)
+def test_arguments_without_two_dashes_are_told_where_they_go(tmp_path: Path, words: str, better: str) -> None:
     folder = project(tmp_path / "p", "script: t.py", **{"t.py": ""})
-    done = dtctl("launch", *words, cwd=folder)
-    assert (done.returncode, f"dtctl launch -- {' '.join(words)}" in done.stderr) == (2, True)
+    done = dtctl("launch", *words.split(), cwd=folder)
+    assert (done.returncode, better in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize("words", ["--dry-run --node n1", "--dry-runn", "--slots 0", "--epochs 3 --dry-run"])
+def test_no_hint_turns_a_dry_run_into_a_launch(tmp_path: Path, words: str) -> None:
+    """Behind two dashes `--dry-run` is an argument of the script, and a misspelt option would be, too."""
+    folder = project(tmp_path / "p", "script: t.py", **{"t.py": ""})
+    done = dtctl("launch", *words.split(), cwd=folder)
+    assert (done.returncode, "dtctl launch" in done.stderr.partition("hint:")[2]) == (2, False), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -524,6 +524,24 @@ def check_software_versions(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     )
 
 
+def check_torch_exists(reports: Sequence[NodeReport], needed_by: str) -> Iterator[Finding]:
+    """Yield a finding if no node's Python has torch; where only some lack it, `check_software_versions` reports them.
+
+    Args:
+        reports: the nodes.
+        needed_by: what of the job cannot do without torch.
+    """
+    pythons = {n.name: n.facts["job"] for n in reports if n.facts["job"].get("python")}
+    if pythons and not any(said.get("torch") for said in pythons.values()):
+        yield from per_node(
+            "torch",
+            {name: f"Python {said['python']} has no torch" for name, said in pythons.items()},
+            "pip install torch there, set cluster.python to a Python that has it, or give the job an environment "
+            "(job.environment)",
+            summary=f"the job's Python has no torch, and {needed_by} needs it",
+        )
+
+
 def compare_node_values(
     check: str, values: Mapping[str, str], fix: str, *, what: str, status: Status = "fail"
 ) -> Iterator[Finding]:

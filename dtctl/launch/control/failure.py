@@ -178,7 +178,9 @@ def last_lines(text: str, count: int = 12) -> tuple[str, ...]:
 def find_error_line(tail: Iterable[str]) -> str:
     """Return the most informative line: the exception at the end of a traceback, else the last line."""
     lines = [re.sub(r"^\[rank\d+\]:\s?", "", line) for line in tail]
-    for line in reversed(lines):
-        if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b", line) or line.startswith("error: "):
-            return line.strip()
-    return lines[-1].strip() if lines else ""
+    return next(filter(is_error_line, reversed(lines)), lines[-1] if lines else "").strip()
+
+
+def is_error_line(line: str) -> bool:
+    """Return whether a line begins with an exception, or with `error:`."""
+    return bool(re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b", line)) or line.startswith("error: ")

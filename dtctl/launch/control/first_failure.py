@@ -71,5 +71,9 @@ def _add_log_details(failure: Failure, output: WorkerOutput, host_names: HostNam
     if not tail:  # If the worker has printed nothing, torchrun's agent may have.
         tail = failures.last_lines(host_names.replace_names(output.tail(failure.node, AGENT)))
     log_summary, reason = failures.find_error_line(tail), failure.node_reason
-    summary = f"{log_summary} ({reason})" if log_summary and reason else log_summary or reason
+    if failure.signal is not None and not failures.is_error_line(log_summary):  # what it printed last is no cause
+        ended = reason or failures.describe_failure(failure)
+        summary = f"{ended}; its last line: {log_summary}" if log_summary else ended
+    else:
+        summary = f"{log_summary} ({reason})" if log_summary and reason else log_summary or reason
     return replace(failure, tail=tail, summary=summary, log=str(output.path(failure.node, rank)))

@@ -112,13 +112,17 @@ class _Bars:
         """Bars that were printed since the last loss."""
         self._losses: dict[tuple[str, float], int] = {}
         """Number of losses that were printed while each bar was active."""
+        self._moved: set[tuple[str, float]] = set()
+        """Bars that have counted. What stays, such as `rank 0/2` or `file 1/8`, is no bar."""
         self.chosen: tuple[str, float] | None = None
 
     def note_bar(self, line: str, figures: dict[str, float]) -> None:
         """Record a line with a bar."""
         label = _LABEL.match(_clean_line(line))
         key = re.sub(r"\d+", "#", label[0]) if label is not None else "", figures["steps"]
-        self._newest.pop(key, None)
+        before = self._newest.pop(key, figures)
+        if before["step"] != figures["step"] or _LABEL.match(_clean_line(line)) is not None:
+            self._moved.add(key)
         self._newest[key] = figures
         self._since.add(key)
 
@@ -133,7 +137,7 @@ class _Bars:
 
     def choose_training_bar(self) -> dict[str, float]:
         """Return the figures of the bar with the most losses; of several, of the one that was printed last."""
-        counted = [key for key in self._newest if key in self._losses]
+        counted = [key for key in self._newest if key in self._losses and key in self._moved]
         if not counted:
             return {}
         self.chosen = max(reversed(counted), key=lambda key: self._losses[key])
@@ -163,6 +167,10 @@ def list_figures(lines: Iterable[str], pattern: re.Pattern[str] | None = None) -
             rows.append(found)
         elif found.keys() >= {"step", "steps"}:
             bars.note_bar(line, found)
+    whole = [row for index, row in enumerate(rows) if index not in apart]
+    if len(whole) > 1 and len({row["step"] for row in whole}) == 1:  # `rank 0/2` beside each loss counts nothing
+        for row in whole:
+            del row["step"]
     newest = bars.choose_training_bar()
     for index, before in apart.items():
         bar = before.get(bars.chosen, {}) if bars.chosen is not None else {}

@@ -18,7 +18,7 @@ from dtctl.lint.ranks import (
     list_rank_guards,
     resolve_rank_guard,
 )
-from dtctl.lint.source_file import Binding, Function, SourceFile, find_keyword_value, format_dotted_name
+from dtctl.lint.source_file import Binding, Function, SourceFile, find_keyword_value, format_dotted_name, read_last_name
 
 _ASKS = re.compile(r"is not None|is None|hasattr|getattr|isinstance|in locals|in globals")
 _NO_RANK = re.compile(r"(?i)rank\b.{0,3} == -1")
@@ -183,7 +183,7 @@ def check_share_of_one_rank(check: CheckContext) -> Iterator[Problem]:
         return
     for loop in module.nodes_of(ast.For):
         data = loop.iter
-        while isinstance(data, ast.Call) and data.args and (format_dotted_name(data.func) or "").rpartition(".")[2] in (
+        while isinstance(data, ast.Call) and data.args and read_last_name(data.func) in (
             "enumerate", "tqdm", "iter",
         ):  # fmt: skip
             data = data.args[0]

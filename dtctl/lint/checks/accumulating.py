@@ -11,7 +11,15 @@ from dtctl.lint.check import CheckContext
 from dtctl.lint.edits import build_import_edits, ends_its_line, find_statement_indent
 from dtctl.lint.flow import find_call_argument, find_called_function, find_value_origins, is_bound_method
 from dtctl.lint.model import Edit, Problem
-from dtctl.lint.source_file import Function, SourceFile, format_dotted_name
+from dtctl.lint.source_file import (
+    Function,
+    SourceFile,
+    find_callers,
+    format_dotted_name,
+    list_calls_on,
+    list_contexts,
+    read_last_name,
+)
 from dtctl.lint.wraps import find_model_wrap
 
 _ACCUMULATES = re.compile(r"no_sync|requires_gradient_sync|require_backward_grad_sync|\.accumulate\(|is_gradient_accum")
@@ -68,8 +76,8 @@ def _some_calls_step(check: CheckContext, backward: ast.Call) -> bool:
                 continue
             if _counts_micro_batches(parent.test):
                 return True
-            if isinstance(parent.test, ast.Name) and isinstance(function, Function) and module.neighbours is not None:
-                for caller, calling in module.neighbours.callers(module, function)[:8]:
+            if isinstance(parent.test, ast.Name):
+                for caller, calling in find_callers(module, function)[:8]:
                     given = find_call_argument(
                         calling, function, parent.test.id, bound=is_bound_method(module, function)
                     )
@@ -150,16 +158,8 @@ def _skips_the_step(check: CheckContext, loop: ast.For | ast.While, backward: as
 
 def _in_a_window(module: SourceFile, backward: ast.Call) -> bool:
     """Return whether a helper of the project or a library handles accumulation: `with trainer.step():`."""
-    return any(
-        isinstance(parent, ast.With)
-        and any(
-            isinstance(item.context_expr, ast.Call)
-            and (format_dotted_name(item.context_expr.func) or "").rpartition(".")[2]
-            in ("step", "accumulate", "no_sync", "ddp_sync")
-            for item in parent.items
-        )
-        for parent, _ in module.chain(backward)
-    )
+    calls = [context for context in list_contexts(module, backward) if isinstance(context, ast.Call)]
+    return any(read_last_name(call.func) in ("step", "accumulate", "no_sync", "ddp_sync") for call in calls)
 
 
 def _steps_beside(check: CheckContext, loop: ast.AST, backward: ast.Call) -> bool:
@@ -199,11 +199,8 @@ def check_unscaled_too_often(check: CheckContext) -> Iterator[Problem]:
     for call in module.methods.get("unscale_", ()):
         scaler = format_dotted_name(call.func.value) if isinstance(call.func, ast.Attribute) else None
         function = module.scope(call)
-        steps = [
-            step for step in module.methods.get("step", ())
-            if isinstance(step.func, ast.Attribute) and format_dotted_name(step.func.value) == scaler
-            and module.scope(step) is function and step.lineno > call.lineno
-        ]  # fmt: skip
+        later = [step for step in list_calls_on(module, scaler, "step") if step.lineno > call.lineno]
+        steps = [step for step in later if module.scope(step) is function]
         if scaler is None or not steps or _find_accumulation_condition(module, call) is not None:
             continue
         choice = _find_accumulation_condition(module, steps[0])
@@ -227,11 +224,8 @@ def _find_accumulation_condition(module: SourceFile, call: ast.Call) -> ast.If |
 
 def _updated_within(module: SourceFile, scaler: str, choice: ast.If) -> bool:
     """Return whether a scaler is updated under a condition, and not elsewhere in its function."""
-    updates = [
-        call for call in module.methods.get("update", ())
-        if isinstance(call.func, ast.Attribute) and format_dotted_name(call.func.value) == scaler
-        and module.scope(call) is module.scope(choice)
-    ]  # fmt: skip
+    function = module.scope(choice)
+    updates = [call for call in list_calls_on(module, scaler, "update") if module.scope(call) is function]
     inside = [call for call in updates if module.is_node_within(call, choice)]
     others = [call for call in updates if call not in inside]
     return bool(inside) and not any(_same_way(module, choice, other) for other in others)
@@ -302,11 +296,7 @@ def _deferred_already(check: CheckContext, backward: ast.Call) -> bool:
     for name in set(re.findall(r"\b(\w+)\(", text)) & set(module.functions):
         if any(_ACCUMULATES.search(ast.unparse(function)) for function in module.functions[name]):
             return True
-    return any(
-        isinstance(parent, ast.With)
-        and not all("autocast" in ast.unparse(function.context_expr) for function in parent.items)
-        for parent, _ in module.chain(backward)
-    )
+    return any("autocast" not in ast.unparse(context) for context in list_contexts(module, backward))
 
 
 def _build_no_sync_edits(

@@ -11,7 +11,13 @@ from dtctl.lint.check import CheckContext
 from dtctl.lint.edits import find_statement_indent
 from dtctl.lint.flow import find_called_function, find_value_origins
 from dtctl.lint.model import Edit, Problem
-from dtctl.lint.source_file import SourceFile, format_dotted_name, read_constant_value
+from dtctl.lint.source_file import (
+    SourceFile,
+    format_dotted_name,
+    read_assigned_name,
+    read_constant_value,
+    read_last_name,
+)
 from dtctl.lint.wraps import list_model_wraps
 
 _HELD_OUT = re.compile(r"val|test|eval|dev_|infer|predict", re.IGNORECASE)
@@ -41,45 +47,36 @@ def _open_ended(call: ast.Call) -> bool:
 def check_undivided_data(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT003: DataLoader without a sampler."""
     module = check.module
+    # Without these arguments DeepSpeed leaves the loader to the program.
     engine = any(
         not any(one.arg in ("training_data", None) for one in call.keywords)
         for call in module.calls_of("deepspeed.initialize")
-    )  # without these arguments DeepSpeed leaves the loader to the program
+    )
     if not (list_model_wraps(module) or engine) or (check.project.uses_framework(module) and not engine):
         return
     for call in module.calls_of(names.LOADER):
         arguments = _collect_loader_arguments(call)
         if _open_ended(call) or "sampler" in arguments or "batch_sampler" in arguments or "dataset" not in arguments:
             continue
-        statement = module.statement(call)
-        target = format_dotted_name(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
-        dataset = " ".join(ast.unparse(value) for value in module.values(arguments["dataset"]))
-        description = f"{target} {format_dotted_name(arguments['dataset']) or ''}"
-        function = getattr(module.scope(call), "name", "")
-        if _HELD_OUT.search(description) or _HELD_OUT.search(function) or _STREAM.search(dataset + description):
+        if any(module.is_node_within(sampler, module.scope(call)) for sampler in module.calls_of(names.SAMPLER)):
             continue
-        if any(module.is_node_within(value, module.scope(call)) for value in module.calls_of(names.SAMPLER)):
-            continue
-        classes = {getattr(value, "name", ""): value for value in module.nodes_of(ast.ClassDef)}
-        constructors = {
-            (format_dotted_name(part.func) or "")
-            for part in module.values(arguments["dataset"])
-            if isinstance(part, ast.Call)
-        }
-        if any(
-            "IterableDataset" in ast.unparse(base)
-            for name in constructors
-            if name in classes
-            for base in _list_class_bases(classes[name])
-        ):
-            continue
-        yield check.problem(
-            "DT003", call, "a DataLoader without a DistributedSampler: every rank draws from all samples"
-        )
+        if not _is_held_out_or_stream(module, call, arguments["dataset"]):
+            yield check.problem(
+                "DT003", call, "a DataLoader without a DistributedSampler: every rank draws from all samples"
+            )
 
 
-def _list_class_bases(node: ast.AST) -> list[ast.expr]:
-    return node.bases if isinstance(node, ast.ClassDef) else []
+def _is_held_out_or_stream(module: SourceFile, loader: ast.Call, dataset: ast.expr) -> bool:
+    """Return whether a loader reads data for evaluation or a stream, by names and by the class of the dataset."""
+    values = module.values(dataset)
+    description = f"{read_assigned_name(module, loader) or ''} {format_dotted_name(dataset) or ''}"
+    if _HELD_OUT.search(description) or _HELD_OUT.search(getattr(module.scope(loader), "name", "")):
+        return True
+    if _STREAM.search(" ".join(map(ast.unparse, values)) + description):
+        return True
+    made_by = [format_dotted_name(value.func) or "" for value in values if isinstance(value, ast.Call)]
+    bases = [base for name in made_by if name in module.classes for base in module.classes[name].bases]
+    return any("IterableDataset" in ast.unparse(base) for base in bases)
 
 
 def check_same_order(check: CheckContext) -> Iterator[Problem]:
@@ -121,8 +118,7 @@ def check_same_order(check: CheckContext) -> Iterator[Problem]:
 def _given_away(check: CheckContext, sampler: ast.Call) -> bool:
     """Return whether an unknown function gets the sampler, and may therefore set its epoch."""
     module = check.module
-    statement = module.statement(sampler)
-    name = format_dotted_name(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    name = read_assigned_name(module, sampler)
     if name is None:
         return False
     for calls in module.methods.values():
@@ -142,8 +138,7 @@ def _given_away(check: CheckContext, sampler: ast.Call) -> bool:
 def _is_shuffling_sampler(check: CheckContext, call: ast.Call) -> bool:
     """Return whether a sampler shuffles training data, as far as the code shows it."""
     arguments = _collect_call_arguments(call, "dataset", "num_replicas", "rank", "shuffle")
-    statement = check.module.statement(call)
-    target = format_dotted_name(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    target = read_assigned_name(check.module, call)
     description = f"{target or ''} {format_dotted_name(arguments['dataset']) or '' if 'dataset' in arguments else ''}"
     shuffle = arguments.get("shuffle")
     values = find_value_origins(check.module, shuffle) if shuffle is not None else []
@@ -247,13 +242,9 @@ def _is_none_literal(node: ast.expr) -> bool:
 def _find_loop_counter(loop: ast.For) -> str | None:
     """Return the name of a loop's integer counter; None if there is none."""
     iterated = loop.iter
-    while (
-        isinstance(iterated, ast.Call)
-        and (format_dotted_name(iterated.func) or "").rpartition(".")[2] == "tqdm"
-        and iterated.args
-    ):
+    while isinstance(iterated, ast.Call) and read_last_name(iterated.func) == "tqdm" and iterated.args:
         iterated = iterated.args[0]
-    function = (format_dotted_name(iterated.func) or "").rpartition(".")[2] if isinstance(iterated, ast.Call) else ""
+    function = read_last_name(iterated.func) if isinstance(iterated, ast.Call) else ""
     target = loop.target
     if function == "enumerate" and isinstance(target, ast.Tuple):
         target = target.elts[0]
@@ -305,15 +296,10 @@ def check_loader_arguments(check: CheckContext) -> Iterator[Problem]:
                     yield check.problem("DT027", call, f"{name} without worker processes: DataLoader raises ValueError")
 
 
-def _surely_given(value: ast.expr) -> bool:
-    """Return whether an argument is certainly not None."""
-    return isinstance(value, ast.Call)
-
-
 def _all_made(check: CheckContext, value: ast.expr) -> bool:
     """Return whether every possible value of an expression is an object, and not None."""
     bound = [binding.value for binding in check.module.lookup(value)]
-    return _surely_given(value) or (bool(bound) and all(isinstance(binding, ast.Call) for binding in bound))
+    return isinstance(value, ast.Call) or (bool(bound) and all(isinstance(binding, ast.Call) for binding in bound))
 
 
 def _is_enabled_value(value: ast.expr) -> bool:

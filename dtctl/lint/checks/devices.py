@@ -13,10 +13,18 @@ from dtctl.lint.collectives import collective_called, takes_a_group
 from dtctl.lint.flow import find_value_origins
 from dtctl.lint.model import Edit, Problem, Severity
 from dtctl.lint.ranks import is_launcher_code, is_single_process_code, one_process, rank_kind, resolve_rank_guard
-from dtctl.lint.source_file import find_keyword_value, format_dotted_name, read_constant_value, read_node_position
+from dtctl.lint.source_file import (
+    find_argument,
+    find_keyword_value,
+    format_dotted_name,
+    read_constant_value,
+    read_node_position,
+)
 
 _ON_THE_CURRENT_GPU = ("barrier", "all_gather_object", "broadcast_object_list", "gather_object", "synchronize")
 """Collectives that use the current GPU, regardless of the device of their arguments."""
+_CHOOSE_A_GPU = ("set_device", "set_device_index", "setup_device", "device_count_per_node", "get_device")
+"""Functions after whose call a rank has a GPU of its own."""
 _SHOWN = re.compile(r"CUDA_VISIBLE_DEVICES[\"']\]\s*=|(?:setdefault|putenv)\(\s*[\"']CUDA_VISIBLE_DEVICES")
 """Pattern of code that sets the GPUs which a rank sees."""
 _CUDA_N = re.compile(r"cuda:\d+\Z")
@@ -34,13 +42,9 @@ def check_one_gpu_for_all(check: CheckContext) -> Iterator[Problem]:
     if one_process(module):
         return
     for node, text in fixed:
-        if (
-            resolve_rank_guard(module, node) is not None
-            or is_launcher_code(module, node)
-            or _has_distributed_condition(check, node)
-        ):
+        if resolve_rank_guard(module, node) is not None or is_launcher_code(module, node):
             continue
-        if is_single_process_code(module, node):
+        if _has_distributed_condition(check, node) or is_single_process_code(module, node):
             continue
         yield check.problem(
             "DT007", node, f"`{text}`: every rank of a node uses the same GPU", edits=_own_gpu(check, node)
@@ -229,29 +233,35 @@ def check_no_device_chosen(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT017: no GPU chosen."""
     module = check.module
     yield from _chosen_late(check)
-    if not module.calls_of(names.INIT) or check.project.has_text(module, _SHOWN):
+    starts = module.calls_of(names.INIT)
+    if not starts or check.project.has_text(module, _SHOWN):
         return
-    for name in ("set_device", "set_device_index", "setup_device", "device_count_per_node", "get_device"):
-        if check.project.methods(module, name):
-            return
-    for call in module.calls_of(names.INIT):
-        backend = find_keyword_value(call, "backend") or (call.args[0] if call.args else None)
+    if any(check.project.methods(module, name) for name in _CHOOSE_A_GPU):
+        return
+    for call in starts:
+        backend = find_argument(call, "backend", 0)
         if backend is None or find_keyword_value(call, "device_id") is not None:
             continue
         values = [value.node for value in find_value_origins(module, backend)]
         given = [read_constant_value(value) or default_of_setting(check, value) for value in values]
         unknown = not any(given) and _ids_of_ddp(check)
         if unknown or "nccl" in given or any("nccl" in ast.unparse(value) for value in values):
-            first = next(iter(module.calls.get("torch.distributed.barrier", ())), None)
-            named = next((one.lineno for one in _device_numbers(check) if one.lineno > call.lineno), None)
-            at = f" (line {first.lineno})" if first is not None else ""
-            at += f"; its number is first used in line {named}" if named is not None else ""
-            objects = any(check.project.methods(module, name) for name in _ON_THE_CURRENT_GPU)
+            sure = any(check.project.methods(module, name) for name in _ON_THE_CURRENT_GPU) and not unknown
             yield check.problem(
-                "DT017", call, f"NCCL, and no rank says which GPU is its own before the first collective{at}",
-                severity=None if objects and not unknown else "info",
-            )  # fmt: skip
+                "DT017",
+                call,
+                f"NCCL, and no rank says which GPU is its own before the first collective{_describe_uses(check, call)}",
+                severity=None if sure else "info",
+            )
             return
+
+
+def _describe_uses(check: CheckContext, start: ast.Call) -> str:
+    """Return the first lines after the start of the process group that need a GPU, as text."""
+    barriers = check.module.calls.get("torch.distributed.barrier", [])
+    at = f" (line {barriers[0].lineno})" if barriers else ""
+    lines = [number.lineno for number in _device_numbers(check) if number.lineno > start.lineno]
+    return f"{at}; its number is first used in line {lines[0]}" if lines else at
 
 
 def _ids_of_ddp(check: CheckContext) -> bool:

@@ -11,7 +11,13 @@ from dtctl.lint.check import CheckContext
 from dtctl.lint.flow import find_called_function
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import RankGuard, find_rank_guard, is_leaving_block, is_single_process_code, list_rank_guards
-from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name, read_constant_value
+from dtctl.lint.source_file import (
+    SourceFile,
+    find_keyword_value,
+    format_dotted_name,
+    list_contexts,
+    read_constant_value,
+)
 
 _NOT_FINITE = re.compile(r"\b(?:isnan|isinf|isfinite)\b")
 _TRAIN_NAMES = re.compile(r"train|fit|epoch|step|run|update|optimi|learn", re.IGNORECASE)
@@ -238,13 +244,13 @@ def _decided_by_rank(check: CheckContext, leave: ast.stmt) -> RankGuard | None:
     return None
 
 
-def _comes_after(check: CheckContext, leave: ast.stmt, call: ast.Call, loop: ast.AST) -> bool:
-    """Return whether a call follows a statement, in its block or an enclosing one, within a loop."""
+def _comes_after(check: CheckContext, leave: ast.stmt, call: ast.Call, loop: ast.AST | None) -> bool:
+    """Return whether a call follows a statement, in its block or an enclosing one, within a loop or its function."""
     module = check.module
     for parent, child in module.chain(leave):
         block = module.block(child) if isinstance(child, ast.stmt) else []
-        at = next((index for index, statement in enumerate(block) if statement is child), len(block))
-        if any(module.is_node_within(call, later) for later in block[at + 1 :]):
+        later = block[block.index(child) + 1 :] if isinstance(child, ast.stmt) and block else []
+        if any(module.is_node_within(call, statement) for statement in later):
             return True
         if parent is loop:
             return False
@@ -253,10 +259,7 @@ def _comes_after(check: CheckContext, leave: ast.stmt, call: ast.Call, loop: ast
 
 def _is_inside_join(check: CheckContext, node: ast.AST) -> bool:
     """Return whether `with model.join()` encloses a node; ranks may stop one by one there."""
-    return any(
-        isinstance(parent, ast.With) and any(".join(" in ast.unparse(item.context_expr) + "(" for item in parent.items)
-        for parent, _ in check.module.chain(node)
-    )
+    return any(".join(" in ast.unparse(context) + "(" for context in list_contexts(check.module, node))
 
 
 def _out_of_memory(check: CheckContext) -> Iterator[Problem]:
@@ -266,19 +269,10 @@ def _out_of_memory(check: CheckContext) -> Iterator[Problem]:
         text = ast.unparse(handler).lower()
         if ("out of memory" not in text and "outofmemoryerror" not in text) or not isinstance(try_statement, ast.Try):
             continue
-        exits = [
-            statement
-            for statement in (
-                *module.nodes_of(ast.Continue),
-                *module.nodes_of(ast.Break),
-                *(
-                    one
-                    for one in module.nodes_of(ast.Return)
-                    if not module.find_enclosing_node(handler, (ast.For, ast.While))
-                ),
-            )
-            if module.is_node_within(statement, handler)
-        ]
+        leaving: list[ast.stmt] = [*module.nodes_of(ast.Continue), *module.nodes_of(ast.Break)]
+        if module.find_enclosing_node(handler, (ast.For, ast.While)) is None:
+            leaving += module.nodes_of(ast.Return)
+        exits = [statement for statement in leaving if module.is_node_within(statement, handler)]
         body = "\n".join(ast.unparse(statement) for statement in try_statement.body)
         if is_single_process_code(module, handler):
             continue
@@ -296,35 +290,19 @@ def _collective_after(check: CheckContext, node: ast.If) -> str | None:
     """Return a collective that the other ranks reach after an `if`, within its function or loop; None without one."""
     module = check.module
     inside = not isinstance(node.body[-1], ast.Return)
-    last: ast.AST = node
-    for parent, child in module.chain(node):
-        if inside and isinstance(parent, ast.For | ast.While):
-            last = parent
-            break
-        last = child
+    around = list(module.chain(node))
+    loops = [parent for parent, _ in around if isinstance(parent, ast.For | ast.While)]
+    loop = loops[0] if inside and loops else None
+    last = loop or around[-1][1]
     for name in names.COLLECTIVES:
         for call in module.calls.get(name, ()):
             below = module.is_node_within(call, last) if inside else module.scope(call) is module.scope(node)
             if call.lineno <= (node.end_lineno or 0) or not below or find_keyword_value(call, "group") is not None:
                 continue
             conditions = [condition for condition in list_rank_guards(module, call) if condition.test is not node.test]
-            if not conditions and _is_call_after_node(check, node, call):
+            if not conditions and _comes_after(check, node, call, loop):
                 return name.rpartition(".")[2]
     return None
-
-
-def _is_call_after_node(check: CheckContext, node: ast.If, call: ast.Call) -> bool:
-    """Return whether a call follows a node, in its block or an enclosing one."""
-    module = check.module
-    for parent, child in module.chain(node):
-        if isinstance(child, ast.stmt):
-            block = module.block(child)
-            at = next((index for index, statement in enumerate(block) if statement is child), len(block))
-            if any(module.is_node_within(call, later) for later in block[at + 1 :]):
-                return True
-        if isinstance(parent, ast.For | ast.While) and not isinstance(node.body[-1], ast.Return):
-            return False
-    return False
 
 
 def _waited_for(check: CheckContext, node: ast.stmt) -> bool:

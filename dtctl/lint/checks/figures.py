@@ -19,7 +19,17 @@ from dtctl.lint.flow import (
 )
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import is_launcher_code, list_rank_guards, resolve_rank_guard
-from dtctl.lint.source_file import Function, SourceFile, format_dotted_name, read_constant_value, read_node_position
+from dtctl.lint.source_file import (
+    Function,
+    SourceFile,
+    find_callers,
+    format_dotted_name,
+    list_additions,
+    list_calls_on,
+    read_constant_value,
+    read_last_name,
+    read_node_position,
+)
 
 _FIGURE = re.compile(
     r"(?:^|_)(?:loss(?:es|f)?|acc|accuracy|metrics?|correct|perplexity|ppl|m?iou|psnr|dice|top\d?|prec\d?|f1)(?:_|$|\d)",
@@ -60,30 +70,28 @@ def check_own_figure(check: CheckContext) -> Iterator[Problem]:
     if not known and not module.methods.get("backward"):
         return
     reported: set[tuple[ast.AST, str]] = set()
-    calls = [
-        call for name in module.methods if name in _SHOWS or _SHOWING.search(name) for call in module.methods[name]
-    ]
-    for call in sorted(calls, key=read_node_position):
-        if _no_show(call) or is_launcher_code(module, call) or _says_why_it_ends(module, call):
+    for call in _list_showing_calls(module):
+        shown = (module, call) if read_last_name(call.func) in _SHOWS else _shown_by(module, call)
+        if shown is None:
             continue
-        condition = resolve_rank_guard(module, call)
-        if (format_dotted_name(call.func) or "").rpartition(".")[2] not in _SHOWS:
-            shown = _shown_by(module, call)
-            if shown is None:
-                continue
-            condition = condition or next(list_rank_guards(*shown), None)
+        condition = resolve_rank_guard(module, call) or next(list_rank_guards(*shown), None)
         # Without other evidence for several ranks, a condition on the rank is required.
-        if (condition is None and not known) or (condition is not None and not condition.at_zero):
-            continue
-        figure = next(_find_shown_figures(check, call), None)
-        if figure is None or (condition is None and "rank" in ast.unparse(call).lower()):
-            continue
-        if (module.scope(call), figure.text) in reported:
+        alone = (known and "rank" not in ast.unparse(call).lower()) if condition is None else condition.at_zero
+        figure = next(_find_shown_figures(check, call), None) if alone else None
+        if figure is None or (module.scope(call), figure.text) in reported:
             continue
         reported.add((module.scope(call), figure.text))
         whose = "rank 0" if condition is not None else "this rank"
         at = f" (line {figure.line})" if figure.line and figure.line != call.lineno else ""
         yield check.problem("DT018", call, f"`{figure.text}`{at} is that of {whose} alone")
+
+
+def _list_showing_calls(module: SourceFile) -> list[ast.Call]:
+    """Return the calls by which ranks print or log, in the order of the file."""
+    showing = [name for name in module.methods if name in _SHOWS or _SHOWING.search(name)]
+    calls = [call for name in showing for call in module.methods[name] if not _no_show(call)]
+    calls = [call for call in calls if not is_launcher_code(module, call) and not _says_why_it_ends(module, call)]
+    return sorted(calls, key=read_node_position)
 
 
 def _shown_by(module: SourceFile, call: ast.Call) -> tuple[SourceFile, ast.Call] | None:
@@ -144,53 +152,57 @@ def _is_text_or_table(value: ast.expr) -> bool:
 def _own_line(check: CheckContext, node: ast.AST, depth: int = _DEPTH) -> int | None:
     """Return the line that computes a figure of this rank without a reduction; None for other figures."""
     if isinstance(node, ast.Attribute) and node.attr in _METER:
-        name = format_dotted_name(node.value)
-        own = name is not None and _FIGURE.search(name.rpartition(".")[2]) and not _reduced_meter(check, node.value)
-        return node.lineno if own and name and not _reduced_near(check, node, name) else None
+        return _line_of_meter(check, node)
     if isinstance(node, ast.Subscript) and _FIGURE.search(str(read_constant_value(node.slice) or "")):
         return _line_of_item(check, node)
-    if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load) or not _FIGURE.search(node.id):
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and _FIGURE.search(node.id):
+        return _line_of_name(check, node, depth)
+    return None
+
+
+def _line_of_meter(check: CheckContext, node: ast.Attribute) -> int | None:
+    """Return the line for `losses.avg`, the value of a meter."""
+    name = format_dotted_name(node.value)
+    if name is None or not _FIGURE.search(read_last_name(node.value)):
         return None
-    module, scope = check.module, check.module.scope(node)
+    reduced = _reduced_meter(check, node.value) or _reduced_near(check, node, name)
+    return None if reduced else node.lineno
+
+
+def _line_of_name(check: CheckContext, node: ast.Name, depth: int) -> int | None:
+    """Return the line for `loss`, a name with its own values, or a parameter."""
+    module = check.module
     above = module.parents.get(node)
     if isinstance(above, ast.Attribute) and above.attr in _METER:
         return None  # the value of a meter is what counts, not its name
-    bindings = module.lookup(node)
-    given = [binding for binding in bindings if isinstance(binding.statement, ast.arg)]
-    bound = [(binding.line, value) for binding in bindings if (value := binding.value or binding.whole) is not None]
-    values = [(line, value) for line, value in bound if not _begins_empty(value)]
-    around = module.find_enclosing_node(node, (ast.For, ast.While))
-    values = [
+    values = _list_figure_values(module, node)
+    added = list_additions(module, node.id, module.scope(node))
+    appended = list_calls_on(module, node.id, "append")
+    if not values and not added and not appended:
+        parameter = any(isinstance(binding.statement, ast.arg) for binding in module.lookup(node))
+        return _line_at_callers(check, node, depth) if parameter and depth else None
+    set_to = [*(value for _, value in values), *appended]
+    meter = any(isinstance(value, ast.Call) and read_last_name(value.func).endswith("Meter") for value in set_to)
+    if meter and _reduced_meter(check, node):
+        return None
+    if _REDUCES.search(" ".join(map(ast.unparse, set_to))) or _reduced_near(check, node, node.id):
+        return None
+    if not all(_is_computed_alone(module, part) for part in (*set_to, *(one.value for one in added))):
+        return None
+    lines = [*(line for line, _ in values), *(one.lineno for one in added)]
+    return max((line for line in lines if line <= node.lineno), default=node.lineno)
+
+
+def _list_figure_values(module: SourceFile, node: ast.Name) -> list[tuple[int, ast.expr]]:
+    """Return the values of a name, each with its line: those before the node or in its loop, or else all."""
+    values = [(binding.line, binding.origin) for binding in module.lookup(node) if binding.origin is not None]
+    values = [(line, value) for line, value in values if not _begins_empty(value)]
+    loop = module.find_enclosing_node(node, (ast.For, ast.While))
+    return [
         (line, value)
         for line, value in values
-        if line <= node.lineno or (around is not None and module.is_node_within(value, around))
+        if line <= node.lineno or (loop is not None and module.is_node_within(value, loop))
     ] or values
-    added = [
-        one
-        for one in module.nodes_of(ast.AugAssign)
-        if format_dotted_name(one.target) == node.id and module.scope(one) is scope
-    ]
-    sums = [one.lineno for one in added]
-    appended = [
-        call
-        for call in module.methods.get("append", ())
-        if isinstance(call.func, ast.Attribute) and format_dotted_name(call.func.value) == node.id
-    ]
-    if not values and not sums and not appended:
-        return _line_at_callers(check, node, depth) if given and depth else None
-    made = [value.func for _, value in values if isinstance(value, ast.Call)]
-    if any(
-        (format_dotted_name(made_by) or "").rpartition(".")[2].endswith("Meter") for made_by in made
-    ) and _reduced_meter(check, node):
-        return None
-    texts = [ast.unparse(value) for _, value in values] + [ast.unparse(call) for call in appended]
-    if _REDUCES.search(" ".join(texts)) or _reduced_near(check, node, node.id):
-        return None
-    parts = [*(value for _, value in values), *appended, *(one.value for one in added)]
-    if not all(_is_computed_alone(module, part) for part in parts):
-        return None
-    before = [line for line in (*(line for line, _ in values), *sums) if line <= node.lineno]
-    return max(before, default=node.lineno)
 
 
 def _begins_empty(value: ast.expr) -> bool:
@@ -203,48 +215,37 @@ def _line_of_item(check: CheckContext, node: ast.Subscript) -> int | None:
     wanted, name = read_constant_value(node.slice), format_dotted_name(node.value)
     for one in check.module.nodes_of(ast.AugAssign):
         target = one.target
-        if isinstance(target, ast.Subscript) and (
-            format_dotted_name(target.value),
-            read_constant_value(target.slice),
-        ) == (name, wanted):
-            return (
-                None
-                if _REDUCES.search(ast.unparse(one.value)) or not _is_computed_alone(check.module, one.value)
-                else one.lineno
-            )
+        if not isinstance(target, ast.Subscript) or format_dotted_name(target.value) != name:
+            continue
+        if read_constant_value(target.slice) == wanted:
+            own = not _REDUCES.search(ast.unparse(one.value)) and _is_computed_alone(check.module, one.value)
+            return one.lineno if own else None
     for value in find_value_origins(check.module, node.value):
         if not isinstance(value.node, ast.Dict) or value.item is not None:
             return None
-        items = {
-            read_constant_value(name): item
-            for name, item in zip(value.node.keys, value.node.values, strict=True)
-            if name
-        }
-        item = items.get(wanted)
+        item = dict(zip(map(read_constant_value, value.node.keys), value.node.values, strict=True)).get(wanted)
         other = CheckContext(value.module, check.project, check.cluster)
-        lines = [line for part in ast.walk(item) if (line := _own_line(other, part, 0))] if item is not None else []
-        if lines:
-            return read_node_position(node)[0] if value.module is not check.module else lines[0]
+        for part in ast.walk(item) if item is not None else ():
+            line = _own_line(other, part, 0)
+            if line is not None:
+                return line if value.module is check.module else node.lineno
     return None
 
 
 def _line_at_callers(check: CheckContext, node: ast.Name, depth: int) -> int | None:
     """Return the line for a parameter, if all callers pass a figure of their own rank."""
     module, function = check.module, check.module.scope(node)
-    if not isinstance(function, Function) or module.neighbours is None:
-        return None
     lines = []
-    calls = module.neighbours.callers(module, function)
-    for caller, call in calls[:6]:
+    for caller, call in find_callers(module, function)[:6]:
         passed = find_call_argument(call, function, node.id, bound=is_bound_method(module, function))
-        parts = list(ast.walk(passed)) if passed is not None else []
         if passed is None or _REDUCES.search(ast.unparse(passed)):
             return None
         other = CheckContext(caller, check.project, check.cluster)
-        found = next((line for part in parts if (line := _own_line(other, part, depth - 1)) is not None), None)
-        if found is None:
+        found = (_own_line(other, part, depth - 1) for part in ast.walk(passed))
+        line = next((line for line in found if line is not None), None)
+        if line is None:
             return None
-        lines.append(found if caller is module else node.lineno)
+        lines.append(line if caller is module else node.lineno)
     return lines[0] if lines else None
 
 
@@ -258,7 +259,7 @@ def _is_computed_alone(module: SourceFile, value: ast.expr) -> bool:
                 if _REDUCES.search(text) or collective_called(module, part):
                     return False
         elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
-            bound = [one.value or one.whole for one in module.lookup(part)[-4:]]
+            bound = [one.origin for one in module.lookup(part)[-4:]]
             if any(one is not None and one is not value and _has_reduction(module, one) for one in bound):
                 return False
     return not isinstance(value, ast.List | ast.Dict | ast.JoinedStr | ast.ListComp)
@@ -274,20 +275,17 @@ def _has_reduction(module: SourceFile, value: ast.expr) -> bool:
 
 def _reduced_meter(check: CheckContext, meter: ast.expr) -> bool:
     """Return whether a meter reduces over ranks itself, or gets reduced values."""
-    module, name = check.module, format_dotted_name(meter)
+    module = check.module
     for value in find_value_origins(module, meter):
         made = resolve_callee(value.module, value.node) if isinstance(value.node, ast.Call) else None
         if made is not None and re.search(r"all_reduce|all_gather|reduce\(", ast.unparse(made.node)):
             return True
-    for call in module.methods.get("update", ()):
-        if not isinstance(call.func, ast.Attribute) or format_dotted_name(call.func.value) != name or not call.args:
-            continue
-        told = call.args[0]
-        parts = [part for part in ast.walk(told) if isinstance(part, ast.Name)]
-        bound = [one.value or one.whole for part in parts for one in module.lookup(part)]
-        if any(_REDUCES.search(ast.unparse(one)) for one in (told, *bound) if one is not None):
+    for call in list_calls_on(module, format_dotted_name(meter), "update"):
+        parts = [part for given in call.args[:1] for part in ast.walk(given) if isinstance(part, ast.Name)]
+        bound = [binding.origin for part in parts for binding in module.lookup(part)]
+        if any(_REDUCES.search(ast.unparse(one)) for one in (*call.args[:1], *bound) if one is not None):
             return True
-        if any(_reduced_near(CheckContext(module, check.project, check.cluster), call, part.id) for part in parts):
+        if any(_reduced_near(check, call, part.id) for part in parts):
             return True
     return False
 
@@ -296,18 +294,14 @@ def _reduced_near(check: CheckContext, node: ast.AST, name: str) -> bool:
     """Return whether a figure, or its input, is passed to a reducing function within the same function."""
     module = check.module
     scope = module.scope(node)
-    text = " ".join(ast.unparse(one) for binding in module.bindings.get((scope, name), ())
-                    if (one := binding.value or binding.whole) is not None)  # fmt: skip
-    for reducing in module.methods:
-        if not re.search(r"reduce|gather|sync|average", reducing):
-            continue
-        for call in module.methods[reducing]:
-            if module.scope(call) is not scope:
-                continue
-            owner = format_dotted_name(call.func.value) if isinstance(call.func, ast.Attribute) else None
-            given = {part.id for argument in call.args for part in ast.walk(argument) if isinstance(part, ast.Name)}
-            if owner == name or name in given or any(re.search(rf"\b{re.escape(one)}\b", text) for one in given):
-                return True
+    values = [binding.origin for binding in module.bindings.get((scope, name), ())]
+    text = " ".join(ast.unparse(value) for value in values if value is not None)
+    reducing = [method for method in module.methods if re.search(r"reduce|gather|sync|average", method)]
+    for call in [call for method in reducing for call in module.methods[method] if module.scope(call) is scope]:
+        owner = format_dotted_name(call.func.value) if isinstance(call.func, ast.Attribute) else None
+        given = {part.id for argument in call.args for part in ast.walk(argument) if isinstance(part, ast.Name)}
+        if owner == name or name in given or any(re.search(rf"\b{re.escape(one)}\b", text) for one in given):
+            return True
     return False
 
 

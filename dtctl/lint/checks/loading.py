@@ -10,7 +10,14 @@ from dtctl.lint.check import CheckContext
 from dtctl.lint.flow import find_called_function, find_value_origins
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import is_launcher_code, is_single_process_code, mentions_rank, resolve_rank_guard
-from dtctl.lint.source_file import Function, SourceFile, find_keyword_value, format_dotted_name, read_constant_value
+from dtctl.lint.source_file import (
+    SourceFile,
+    find_callers,
+    find_keyword_value,
+    format_dotted_name,
+    read_assigned_name,
+    read_constant_value,
+)
 
 _DATASETS = re.compile(r"(?:torchvision|torchaudio|torchtext)\.datasets\.\w+(?:\.\w+)?\Z")
 _MODULE = re.compile(r"(?:^|_|\.)(?:model|net|network|module)\Z")
@@ -42,12 +49,8 @@ def check_whole_module(check: CheckContext) -> Iterator[Problem]:
 
 def _loaded_as(module: SourceFile, call: ast.Call) -> tuple[str | None, set[str]]:
     """Return the name of a loaded file's content, and the keys that its function reads from it."""
-    statement = module.statement(call)
-    name = (
-        format_dotted_name(statement.targets[0])
-        if isinstance(statement, ast.Assign) and statement.value is call
-        else None
-    )
+    assigned = getattr(module.statement(call), "value", None) is call
+    name = read_assigned_name(module, call) if assigned else None
     scope = module.scope(call)
     later = [binding.line for binding in module.bindings.get((scope, name or ""), ()) if binding.line > call.lineno]
     keys = {
@@ -383,10 +386,8 @@ def _one_first(module: SourceFile, call: ast.Call) -> bool:
         module.scope(barrier) is function and resolve_rank_guard(module, barrier, 0) is not None for barrier in barriers
     ):
         return True
-    if isinstance(function, Function) and module.neighbours is not None:
-        callers = module.neighbours.callers(module, function)
-        if any(_waits_nearby(caller, calling) for caller, calling in callers[:8]):
-            return True
+    if any(_waits_nearby(caller, calling) for caller, calling in find_callers(module, function)[:8]):
+        return True
     # One rank loads the same dataset in an earlier call.
     name = format_dotted_name(call.func)
     return any(

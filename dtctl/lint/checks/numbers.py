@@ -9,35 +9,34 @@ from collections.abc import Iterator
 from dtctl.lint.check import CheckContext
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import is_world_size
-from dtctl.lint.source_file import find_keyword_value, format_dotted_name
+from dtctl.lint.source_file import SourceFile, find_argument, format_dotted_name, list_calls_on
 
 ALL_REDUCE = "torch.distributed.all_reduce"
+_Operation = tuple[ast.BinOp | ast.AugAssign, ast.operator, ast.expr, ast.expr]
+"""Operation on two values: node, operator, left and right side."""
 
 
-def _find_divisions(check: CheckContext, name: str, after: ast.Call) -> Iterator[tuple[ast.AST, ast.expr]]:
+def _list_operations(module: SourceFile, function: ast.AST) -> list[_Operation]:
+    """Return the operations on two values in a function, including `left /= right`."""
+    operations: list[_Operation] = [
+        *((node, node.op, node.left, node.right) for node in module.nodes_of(ast.BinOp)),
+        *((node, node.op, node.target, node.value) for node in module.nodes_of(ast.AugAssign)),
+    ]
+    return [one for one in operations if module.scope(one[0]) is function]
+
+
+def _find_divisions(module: SourceFile, name: str, after: ast.Call) -> Iterator[tuple[ast.AST, ast.expr]]:
     """Yield divisions of a name after a call in the same function: (node, divisor)."""
-    module = check.module
     scope = module.scope(after)
-    for node in module.nodes_of(ast.BinOp):
-        in_scope = node.lineno >= after.lineno and module.scope(node) is scope
-        if (
-            in_scope
-            and isinstance(node.op, ast.Div | ast.FloorDiv)
-            and format_dotted_name(_strip_item_calls(node.left)) == name
-        ):
-            yield node, node.right
-    for changed in module.nodes_of(ast.AugAssign):
-        in_scope = changed.lineno > after.lineno and module.scope(changed) is scope
-        if in_scope and isinstance(changed.op, ast.Div) and format_dotted_name(changed.target) == name:
-            yield changed, changed.value
-    for call in [*module.methods.get("div_", ()), *module.methods.get("div", ())]:
-        in_scope = call.lineno > after.lineno and module.scope(call) is scope
-        if (
-            in_scope
-            and isinstance(call.func, ast.Attribute)
-            and format_dotted_name(call.func.value) == name
-            and call.args
-        ):
+    for node, op, left, right in _list_operations(module, scope):
+        if isinstance(node, ast.BinOp):
+            divides = isinstance(op, ast.Div | ast.FloorDiv) and node.lineno >= after.lineno
+        else:
+            divides = isinstance(op, ast.Div) and node.lineno > after.lineno
+        if divides and format_dotted_name(_strip_item_calls(left)) == name:
+            yield node, right
+    for call in [*list_calls_on(module, name, "div_"), *list_calls_on(module, name, "div")]:
+        if call.args and call.lineno > after.lineno and module.scope(call) is scope:
             yield call, call.args[0]
 
 
@@ -53,13 +52,13 @@ def check_sum_of_batches(check: CheckContext) -> Iterator[Problem]:
     module = check.module
     for call in module.calls_of(ALL_REDUCE):
         name = format_dotted_name(call.args[0]) if call.args else None
-        op = find_keyword_value(call, "op") or (call.args[1] if len(call.args) > 1 else None)
+        op = find_argument(call, "op", 1)
         if name is None or (op is not None and not ast.unparse(op).endswith("SUM")):
             continue
         total = _summed_over_batches(check, call.args[0], name)
-        if total is None or _divided_elsewhere(check, call, {name, total}):
+        if total is None or _divided_elsewhere(module, call, {name, total}):
             continue
-        for node, divisor in _find_divisions(check, name, call):
+        for node, divisor in _find_divisions(module, name, call):
             if is_world_size(module, divisor):
                 yield check.problem(
                     "DT020", node, f"`{total}` is a sum over batches, and is divided by the number of ranks only"
@@ -84,19 +83,13 @@ def _summed_over_batches(check: CheckContext, tensor: ast.expr, name: str) -> st
     return next((total for total in sums if total in candidates), None)
 
 
-def _divided_elsewhere(check: CheckContext, call: ast.Call, names: set[str]) -> bool:
+def _divided_elsewhere(module: SourceFile, call: ast.Call, names: set[str]) -> bool:
     """Return whether a sum is also divided by a value that is not the number of ranks."""
-    module = check.module
-    scope = module.scope(call)
-    divided: list[tuple[ast.AST, ast.operator, ast.expr, ast.expr]] = [
-        *((node, node.op, node.left, node.right) for node in module.nodes_of(ast.BinOp)),
-        *((node, node.op, node.target, node.value) for node in module.nodes_of(ast.AugAssign)),
-    ]
-    for node, op, left, right in divided:
-        if not isinstance(op, ast.Div) or module.scope(node) is not scope:
-            continue
+    for _, op, left, right in _list_operations(module, module.scope(call)):
         operands = {format_dotted_name(part) for part in ast.walk(left) if isinstance(part, ast.Name | ast.Attribute)}
-        if operands & names and (not is_world_size(module, right) or "len(" in ast.unparse(left)):
+        if not isinstance(op, ast.Div) or not operands & names:
+            continue
+        if not is_world_size(module, right) or "len(" in ast.unparse(left):
             return True
     return False
 

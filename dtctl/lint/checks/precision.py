@@ -10,7 +10,14 @@ from dtctl.lint import names
 from dtctl.lint.check import CheckContext
 from dtctl.lint.flow import find_value_origins
 from dtctl.lint.model import Problem
-from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name, read_constant_value
+from dtctl.lint.source_file import (
+    SourceFile,
+    find_argument,
+    find_keyword_value,
+    format_dotted_name,
+    list_contexts,
+    read_constant_value,
+)
 from dtctl.lint.wraps import model_kinds
 
 _SCALERS = ("torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler",
@@ -70,27 +77,23 @@ def _is_half(module: SourceFile, call: ast.Call) -> bool:
     enabled = find_keyword_value(call, "enabled")
     if enabled is not None and read_constant_value(enabled) is not True:
         return False
-    dtype = find_keyword_value(call, "dtype")
     name = (module.name(call.func) or "").removeprefix("torch.")
-    if dtype is None and name in ("autocast", "amp.autocast") and len(call.args) > 1:
-        dtype = call.args[1]
+    positional = name in ("autocast", "amp.autocast")
+    dtype = find_argument(call, "dtype", 1) if positional else find_keyword_value(call, "dtype")
     if dtype is not None:
         values = find_value_origins(module, dtype)
         return bool(values) and all(value.module.name(value.node) in _HALF for value in values)
     if name.startswith("cuda"):
         return not call.args or read_constant_value(call.args[0]) is True
-    device = call.args[0] if call.args else find_keyword_value(call, "device_type")
+    device = find_argument(call, "device_type", 0)
     return read_constant_value(device) == "cuda"
 
 
 def _around_training(module: SourceFile, call: ast.Call) -> bool:
     """Return whether a backward pass follows in the function, and nothing disables gradients."""
     function = module.scope(call)
-    quiet = any(
-        isinstance(parent, ast.With) and any("no_grad" in ast.unparse(item.context_expr) or "inference_mode" in
-                                            ast.unparse(item.context_expr) for item in parent.items)
-        for parent, _ in module.chain(call)
-    )  # fmt: skip
+    contexts = " ".join(ast.unparse(context) for context in list_contexts(module, call))
+    quiet = "no_grad" in contexts or "inference_mode" in contexts
     return not quiet and any(
         module.scope(one) is function and one.lineno >= call.lineno for one in module.methods["backward"]
     )

@@ -13,7 +13,13 @@ from dtctl.lint.collectives import collective_called, takes_a_group
 from dtctl.lint.flow import find_called_function
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import by_turns, is_launcher_code, list_rank_guards, mentions_rank, resolve_rank_guard
-from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name, read_constant_value
+from dtctl.lint.source_file import (
+    SourceFile,
+    find_argument,
+    find_keyword_value,
+    format_dotted_name,
+    read_constant_value,
+)
 
 _LOGGING = frozenset("info warning debug error".split())
 _DISTRIBUTED = re.compile(
@@ -287,10 +293,8 @@ def check_folder_made_by_all(check: CheckContext) -> Iterator[Problem]:
         return
     for name in ("os.makedirs", "os.mkdir", "shutil.rmtree"):
         for call in module.calls_of(name):
-            exist = find_keyword_value(call, "exist_ok") or (call.args[2] if len(call.args) > 2 else None)
-            ignore = find_keyword_value(call, "ignore_errors") or (
-                call.args[1] if name == "shutil.rmtree" and len(call.args) > 1 else None
-            )
+            exist = find_argument(call, "exist_ok", 2)
+            ignore = find_argument(call, "ignore_errors", 1) if name == "shutil.rmtree" else None
             if (
                 read_constant_value(exist) is True
                 or ignore is not None

@@ -16,7 +16,15 @@ from dtctl.lint.ranks import (
     mentions_rank,
     resolve_rank_guard,
 )
-from dtctl.lint.source_file import Function, SourceFile, find_keyword_value, format_dotted_name, read_constant_value
+from dtctl.lint.source_file import (
+    Function,
+    SourceFile,
+    find_argument,
+    find_keyword_value,
+    format_dotted_name,
+    read_constant_value,
+    read_last_name,
+)
 
 _NODE_LOCAL = re.compile(r"/tmp|/dev/shm|scratch|local|tempfile")  # noqa: S108 - looked for, not used
 _OWN_PATH = re.compile(
@@ -54,42 +62,43 @@ def check_every_rank_writes(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT014: every rank writes one file."""
     module = check.module
     writes = list(_find_file_writes(module))
-    saves = [name for name in module.methods if _SAVES.search(name)]
+    saves = [name for name in sorted(module.methods) if _SAVES.search(name)]
     if (not writes and not saves) or check.project.framework_has_loop(module) or not check.project.distributed(module):
         return
     # Such a write is reported where the training code calls the function.
     elsewhere = not module.trains and bool(check.project.importers(module))
     for call, path in writes if not elsewhere else ():
-        if (
-            resolve_rank_guard(module, call) is not None
-            or is_launcher_code(module, call)
-            or not _fixed_path(check, path)
-        ):
-            continue
-        if find_keyword_value(call, "is_main_process") is not None:
-            continue  # with `is_main_process`, save_pretrained() writes on one rank
-        if not _in_training(check, call) or is_single_process_code(module, call):
-            continue
-        yield check.problem("DT014", call, f"every rank writes `{ast.unparse(path)}`{_describe_callers(module, call)}")
+        if _is_write_of_all_ranks(check, call, path):
+            callers = _describe_callers(module, call)
+            yield check.problem("DT014", call, f"every rank writes `{ast.unparse(path)}`{callers}")
     yield from _through_helpers(check)
-    for name in sorted(module.methods):
-        if not _SAVES.search(name) or (name in module.functions and _guarded_inside(check, name)):
+    for name in saves:
+        if not (name in module.functions and _guarded_inside(check, name)):
+            yield from _in_handlers(check, name)
+
+
+def _is_write_of_all_ranks(check: CheckContext, call: ast.Call, path: ast.expr) -> bool:
+    """Return whether all ranks of a training run write to one path."""
+    module = check.module
+    if resolve_rank_guard(module, call) is not None or is_launcher_code(module, call) or not _fixed_path(check, path):
+        return False
+    if find_keyword_value(call, "is_main_process") is not None:
+        return False  # with `is_main_process`, save_pretrained() writes on one rank
+    return _in_training(check, call) and not is_single_process_code(module, call)
+
+
+def _in_handlers(check: CheckContext, name: str) -> Iterator[Problem]:
+    """Yield calls of a function that saves, in exception handlers, which run on the ranks that fail."""
+    module = check.module
+    known = bool(module.aliases) or name not in module.functions
+    for call in module.methods[name] if known else ():
+        handler = module.find_enclosing_node(call, (ast.ExceptHandler,))
+        if handler is None or resolve_rank_guard(module, call) is not None or format_dotted_name(call.func) != name:
             continue
-        for call in module.methods[name]:
-            handler = module.find_enclosing_node(call, (ast.ExceptHandler,))
-            if (
-                handler is None
-                or resolve_rank_guard(module, call) is not None
-                or any(mentions_rank(module, argument) for argument in call.args)
-            ):
-                continue
-            roots = {argument.partition(".")[0] for argument in module.aliases.values()}
-            if format_dotted_name(call.func) == name and (
-                (name not in module.aliases and name not in module.functions) or roots
-            ):
-                yield check.problem(
-                    "DT014", call, f"`{name}` in an exception handler: every rank that fails writes one path"
-                )
+        if not any(mentions_rank(module, argument) for argument in call.args):
+            yield check.problem(
+                "DT014", call, f"`{name}` in an exception handler: every rank that fails writes one path"
+            )
 
 
 def _describe_callers(module: SourceFile, call: ast.Call) -> str:
@@ -116,14 +125,8 @@ def _find_file_writes(module: SourceFile) -> Iterator[tuple[ast.Call, ast.expr]]
             if path is not None and not _is_open_file(module, path):
                 yield call, path
     for call in module.methods.get("open", ()):
-        mode = call.args[1] if len(call.args) > 1 else find_keyword_value(call, "mode")
-        text = read_constant_value(mode)
-        if (
-            format_dotted_name(call.func) in ("open", "io.open")
-            and call.args
-            and isinstance(text, str)
-            and text[:1] in ("w", "x", "a")
-        ):
+        mode = str(read_constant_value(find_argument(call, "mode", 1)) or "")
+        if format_dotted_name(call.func) in ("open", "io.open") and call.args and mode.startswith(("w", "x", "a")):
             yield call, call.args[0]
     for name in _METHODS:
         for call in module.methods.get(name, ()):
@@ -138,35 +141,27 @@ def _find_file_writes(module: SourceFile) -> Iterator[tuple[ast.Call, ast.expr]]
 def _is_open_file(module: SourceFile, node: ast.expr) -> bool:
     """Return whether the target of a write is a file that was opened; then opening it counts as the write."""
     bound = [binding.value for binding in module.lookup(node)]
-    return any(
-        isinstance(value, ast.Call) and (format_dotted_name(value.func) or "").rpartition(".")[2] == "open"
-        for value in (node, *bound)
-    )
+    return any(isinstance(value, ast.Call) and read_last_name(value.func) == "open" for value in (node, *bound))
 
 
 def _through_helpers(check: CheckContext) -> Iterator[Problem]:
     """Yield calls of project functions that write to their parameter, or to a fixed path, on every rank."""
     module = check.module
-    for name in sorted(module.methods):
-        if not _HELPER.search(name):
+    helpers = [helper for helper in sorted(module.methods) if _HELPER.search(helper)]
+    for name, call in [(helper, one) for helper in helpers for one in module.methods[helper]]:
+        target = find_called_function(module, call)
+        if target is None or not isinstance(target.node, Function) or resolve_rank_guard(module, call) is not None:
             continue
-        for call in module.methods[name]:
-            target = find_called_function(module, call)
-            if target is None or not isinstance(target.node, Function) or resolve_rank_guard(module, call) is not None:
-                continue
-            if (
-                is_launcher_code(module, call)
-                or target.module is module
-                or target.module.trains
-                or is_single_process_code(module, call)
-            ):
-                continue
-            path = _written_by(target.module, target.node, call)
-            if path is None or _OWN_PATH.search(ast.unparse(path)):
-                continue
-            if any(mentions_rank(module, given) for given in (*call.args, *(one.value for one in call.keywords))):
-                continue
-            yield check.problem("DT014", call, f"every rank writes `{ast.unparse(path)}` through `{name}`")
+        if target.module is module or target.module.trains:
+            continue
+        if is_launcher_code(module, call) or is_single_process_code(module, call):
+            continue
+        path = _written_by(target.module, target.node, call)
+        if path is None or _OWN_PATH.search(ast.unparse(path)):
+            continue
+        if any(mentions_rank(module, given) for given in (*call.args, *(one.value for one in call.keywords))):
+            continue
+        yield check.problem("DT014", call, f"every rank writes `{ast.unparse(path)}` through `{name}`")
 
 
 def _written_by(module: SourceFile, function: Function, call: ast.Call) -> ast.expr | None:
@@ -177,12 +172,9 @@ def _written_by(module: SourceFile, function: Function, call: ast.Call) -> ast.e
         if mentions_rank(module, path):
             return None
         root = next((part for part in ast.walk(path) if isinstance(part, ast.Name)), None)
-        given = (
-            find_call_argument(call, function, root.id, bound=is_bound_method(module, function))
-            if root is not None
-            else None
-        )
-        return given if given is not None else path
+        if root is None:
+            return path
+        return find_call_argument(call, function, root.id, bound=is_bound_method(module, function)) or path
     return None
 
 
@@ -195,7 +187,7 @@ def _guarded_inside(check: CheckContext, name: str) -> bool:
         for call in module.calls_of("torch.save")
         if module.scope(call) is function
     ]
-    if any(any(True for _ in list_rank_guards(module, call)) for call in saves):
+    if any(next(list_rank_guards(module, call), None) is not None for call in saves):
         # A method of the same name is not the function that is called by its bare name.
         return any(isinstance(module.parents[definition], ast.Module) for definition in module.functions[name])
     return False
@@ -213,10 +205,7 @@ def _fixed_path(check: CheckContext, path: ast.expr) -> bool:
     for value in module.values(path):
         if _OWN_PATH.search(ast.unparse(value)):
             return False
-        if isinstance(value, ast.Call) and (format_dotted_name(value.func) or "").rpartition(".")[2] in (
-            "BytesIO",
-            "StringIO",
-        ):
+        if isinstance(value, ast.Call) and read_last_name(value.func) in ("BytesIO", "StringIO"):
             return False
         for part in ast.walk(value):
             if isinstance(part, ast.Name) and part.id in parameters and not _same_for_all(module, part):

@@ -11,7 +11,15 @@ from dtctl.lint.check import CheckContext
 from dtctl.lint.flow import find_called_function, find_value_origins, names_given
 from dtctl.lint.model import Problem, Severity
 from dtctl.lint.ranks import is_world_size, rank_kind, resolve_rank_guard
-from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name, read_constant_value
+from dtctl.lint.source_file import (
+    SourceFile,
+    find_argument,
+    find_keyword_value,
+    format_dotted_name,
+    read_assigned_name,
+    read_constant_value,
+    read_last_name,
+)
 
 _HELD_OUT = re.compile(
     r"(?:^|_|\b)(?:val|valid|validate|validation|test|eval|evaluation|dev)(?=$|_|\b|set|data|sampler|loader|ds)"
@@ -28,45 +36,70 @@ def check_local_rank_as_rank(check: CheckContext) -> Iterator[Problem]:
     module = check.module
     if check.cluster.single_node or not module.trains:
         return
-    severity: Severity | None = "error" if check.cluster.multi_node else None
-    others = [
-        call for name in module.methods if re.search(r"Sampler\Z|Dataset\Z|Loader\Z|\Ashard\Z", name)
-        for call in module.methods[name]
-        if find_keyword_value(call, "num_replicas") or find_keyword_value(call, "world_size")
-    ]  # fmt: skip
-    for call in dict.fromkeys([*module.calls_of(names.INIT, names.SAMPLER), *others]):
-        short = (format_dotted_name(call.func) or "").rpartition(".")[2]
-        rank = find_keyword_value(call, "rank") or (
-            call.args[2] if short == "DistributedSampler" and len(call.args) > 2 else None
-        )
+    for call in _list_divisions_by_rank(module):
+        positional = read_last_name(call.func) == "DistributedSampler"
+        rank = find_argument(call, "rank", 2) if positional else find_keyword_value(call, "rank")
         if rank is not None and rank_kind(module, rank) == "local":
-            values = find_value_origins(module, rank)
-            parameter = all(isinstance(value.node, ast.Name) for value in values)
-            where = next((value.node.lineno for value in values if value.module is module
-                          and value.node.lineno != rank.lineno and not parameter), None)  # fmt: skip
-            at = f" (from line {where})" if where else ""
-            yield check.problem(
-                "DT037", rank,
-                f"{short} gets the local rank `{ast.unparse(rank)}`{at}: on every node it begins at 0 again",
-                severity=severity or ("info" if parameter or _is_spawning_ranks(check) or _one_node(call) else None),
-            )  # fmt: skip
-            continue
-        for name in ("world_size", "num_replicas"):
-            size = find_keyword_value(call, name)
-            if size is not None and _counts_gpus(check, size):
-                yield check.problem(
-                    "DT037", size, f"{short} gets the number of this node's GPUs as the number of ranks",
-                    severity=severity or ("info" if _is_spawning_ranks(check) else None),
-                )  # fmt: skip
+            yield _build_local_rank_problem(check, call, rank)
+        else:
+            yield from _check_number_of_ranks(check, call)
     for node in module.nodes_of(ast.Subscript):
         part = node.slice
         if not isinstance(part, ast.Slice) or part.lower is None or part.step is None:
             continue
         if rank_kind(module, part.lower) == "local" and is_world_size(module, part.step):
             yield check.problem(
-                    "DT037", node, "data is divided by the local rank: ranks of several nodes get the same share",
-                    severity=severity,
-                )  # fmt: skip
+                "DT037", node, "data is divided by the local rank: ranks of several nodes get the same share",
+                severity=_severity_on_nodes(check, unsure=False),
+            )  # fmt: skip
+
+
+def _severity_on_nodes(check: CheckContext, *, unsure: bool) -> Severity | None:
+    """Return the severity of a mistake that matters on several nodes; None for the rule's own."""
+    if check.cluster.multi_node:
+        return "error"
+    return "info" if unsure else None
+
+
+def _list_divisions_by_rank(module: SourceFile) -> list[ast.Call]:
+    """Return calls that get a rank and the number of ranks: of the process group, samplers, datasets and loaders."""
+    names_of_others = [name for name in module.methods if re.search(r"Sampler\Z|Dataset\Z|Loader\Z|\Ashard\Z", name)]
+    others = [
+        call
+        for name in names_of_others
+        for call in module.methods[name]
+        if find_keyword_value(call, "num_replicas") or find_keyword_value(call, "world_size")
+    ]
+    return list(dict.fromkeys([*module.calls_of(names.INIT, names.SAMPLER), *others]))
+
+
+def _build_local_rank_problem(check: CheckContext, call: ast.Call, rank: ast.expr) -> Problem:
+    """Return the problem of a call that gets the local rank."""
+    values = find_value_origins(check.module, rank)
+    parameter = all(isinstance(value.node, ast.Name) for value in values)
+    lines = [value.node.lineno for value in values if value.module is check.module]
+    where = next((line for line in lines if line != rank.lineno and not parameter), None)
+    at = f" (from line {where})" if where else ""
+    name = read_last_name(call.func)
+    return check.problem(
+        "DT037",
+        rank,
+        f"{name} gets the local rank `{ast.unparse(rank)}`{at}: on every node it begins at 0 again",
+        severity=_severity_on_nodes(check, unsure=parameter or _is_spawning_ranks(check) or _one_node(call)),
+    )
+
+
+def _check_number_of_ranks(check: CheckContext, call: ast.Call) -> Iterator[Problem]:
+    """Yield the arguments of a call that are the number of this node's GPUs."""
+    for name in ("world_size", "num_replicas"):
+        size = find_keyword_value(call, name)
+        if size is not None and _counts_gpus(check, size):
+            yield check.problem(
+                "DT037",
+                size,
+                f"{read_last_name(call.func)} gets the number of this node's GPUs as the number of ranks",
+                severity=_severity_on_nodes(check, unsure=_is_spawning_ranks(check)),
+            )
 
 
 def _one_node(call: ast.Call) -> bool:
@@ -142,20 +175,12 @@ def _is_sampler(module: SourceFile, call: ast.Call) -> bool:
 
 def _held_out(check: CheckContext, call: ast.Call) -> bool:
     """Return whether a sampler or loader has data for evaluation, by its names."""
-    module = check.module
-    statement = module.statement(call)
-    target = format_dotted_name(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
     data = call.args[0] if call.args else find_keyword_value(call, "dataset")
-    name = format_dotted_name(data) if data is not None else ""
-    named = next(
-        (one.arg for one in _find_enclosing_keyword(module, call) if one.arg), ""
-    )  # DataLoader(valid, sampler=...)
-    return any(_HELD_OUT.search(text or "") is not None for text in (target, name, named))
-
-
-def _find_enclosing_keyword(module: SourceFile, call: ast.Call) -> list[ast.keyword]:
-    above = module.parents.get(call)
-    return [above] if isinstance(above, ast.keyword) and above.arg not in ("sampler", None) else []
+    above = check.module.parents.get(call)
+    # The name of the argument counts in DataLoader(valid=sampler), but not in DataLoader(sampler=sampler).
+    passed_as = above.arg if isinstance(above, ast.keyword) and above.arg != "sampler" else None
+    texts = (read_assigned_name(check.module, call), format_dotted_name(data) if data is not None else None, passed_as)
+    return any(_HELD_OUT.search(text or "") is not None for text in texts)
 
 
 def check_evaluated_by_all(check: CheckContext) -> Iterator[Problem]:
@@ -179,20 +204,14 @@ def check_evaluated_by_all(check: CheckContext) -> Iterator[Problem]:
 def _used_by_some(check: CheckContext, loader: ast.Call) -> bool:
     """Return whether a loader is only used under a condition on the rank."""
     module = check.module
-    statement = module.statement(loader)
-    name = format_dotted_name(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    name = read_assigned_name(module, loader)
     if name is None:
         return True
-    uses = [
-        use
-        for calls in module.methods.values()
-        for use in calls
-        if any(
-            format_dotted_name(argument) == name for argument in (*use.args, *(given.value for given in use.keywords))
-        )
-        and format_dotted_name(use.func) != "len"
-    ]
-    return any(resolve_rank_guard(module, use) is not None for use in uses)
+    for use in [call for calls in module.methods.values() for call in calls]:
+        given = {format_dotted_name(argument) for argument in (*use.args, *(one.value for one in use.keywords))}
+        if name in given and format_dotted_name(use.func) != "len" and resolve_rank_guard(module, use) is not None:
+            return True
+    return False
 
 
 def check_own_random_order(check: CheckContext) -> Iterator[Problem]:
@@ -210,11 +229,7 @@ def check_own_random_order(check: CheckContext) -> Iterator[Problem]:
     if any(check.project.methods(module, name) for name in _SEEDS):
         return
     for call in splits:
-        if (
-            find_keyword_value(call, "generator") is None
-            and len(call.args) < 3
-            and resolve_rank_guard(module, call) is None
-        ):
+        if find_argument(call, "generator", 2) is None and resolve_rank_guard(module, call) is None:
             yield check.problem("DT058", call, "random_split without a seed: every rank splits the set differently")
     yield from _split_by_sklearn(check)
     for call in draws:
@@ -258,12 +273,9 @@ def _shuffled_by_datasets(check: CheckContext) -> Iterator[Problem]:
     if "load_dataset" not in module.text or not re.search("LOCAL_RANK|WORLD_SIZE|init_process_group", module.text):
         return
     for call in module.methods.get("shuffle", ()):
-        if (
-            call.args
-            or call.keywords
-            or not isinstance(call.func, ast.Attribute)
-            or resolve_rank_guard(module, call) is not None
-        ):
+        if call.args or call.keywords or not isinstance(call.func, ast.Attribute):
+            continue
+        if resolve_rank_guard(module, call) is not None:
             continue
         root: ast.expr = call.func.value
         while isinstance(root, ast.Subscript | ast.Call | ast.Attribute) and not _loads_dataset(root):
@@ -285,7 +297,7 @@ def _shuffled_by_datasets(check: CheckContext) -> Iterator[Problem]:
 
 
 def _loads_dataset(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and (format_dotted_name(node.func) or "").rpartition(".")[2] == "load_dataset"
+    return isinstance(node, ast.Call) and read_last_name(node.func) == "load_dataset"
 
 
 def _split_by_sklearn(check: CheckContext) -> Iterator[Problem]:

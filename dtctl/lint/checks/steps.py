@@ -12,9 +12,10 @@ from dtctl.lint.ranks import is_launcher_code, is_single_process_code, list_rank
 from dtctl.lint.source_file import (
     Function,
     SourceFile,
+    find_callers,
     find_keyword_value,
-    format_dotted_name,
     read_constant_value,
+    read_last_name,
     read_node_position,
 )
 from dtctl.lint.wraps import list_model_wraps
@@ -41,54 +42,58 @@ def check_batch_norm(check: CheckContext) -> Iterator[Problem]:
 def check_same_seed(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT008: one seed for all ranks."""
     module = check.module
+    wraps = list_model_wraps(module)
+    for wrap in wraps:
+        synced = find_keyword_value(wrap.call, "init_sync")
+        if synced is None or read_constant_value(synced) is not False:
+            continue
+        if not check.project.methods(module, "manual_seed"):
+            yield check.problem(
+                "DT008", synced, "init_sync=False without a seed: every rank trains a different model", severity="error"
+            )
+    seeds = _list_seed_calls(module)
+    if not seeds or not (wraps or check.project.distributed(module)) or check.project.framework_has_loop(module):
+        return
+    if not check.project.has_text(module, _RANDOM) or "device_specific" in module.text:
+        return
+    numbers = [call.args[0] for call in seeds if call.args]
+    if any(mentions_rank(module, number) for number in numbers):
+        yield from _check_seed_of_local_rank(check, numbers)
+        return
+    values = module.values(seeds[0].args[0]) if seeds[0].args else []
+    if values and all(_is_same_seed(value) for value in values):
+        yield check.problem(
+            "DT008", seeds[0], "all ranks have the same seed: dropout and augmentation are the same on all of them"
+        )
+
+
+def _list_seed_calls(module: SourceFile) -> list[ast.Call]:
+    """Return the calls that set a seed in the ranks; for helpers of this file, their calls without those in them."""
     seeds = [
         *module.calls_of("torch.manual_seed", "torch.cuda.manual_seed_all"),
         *(call for name in _SEEDS for call in module.methods.get(name, ())),
     ] or module.calls_of("random.seed", "numpy.random.seed")
-    wrappers = list_model_wraps(module)
-    for wrap in wrappers:
-        synced = find_keyword_value(wrap.call, "init_sync")
-        if (
-            synced is not None
-            and read_constant_value(synced) is False
-            and not check.project.methods(module, "manual_seed")
-        ):
-            yield check.problem(
-                "DT008",
-                synced,
-                "init_sync=False without a seed: every rank trains a different model",
-                severity="error",
-            )
-    if not seeds or not (wrappers or check.project.distributed(module)) or check.project.framework_has_loop(module):
-        return
-    if not check.project.has_text(module, _RANDOM) or "device_specific" in module.text:
-        return
     seeds = [call for call in seeds if not is_launcher_code(module, call) and not is_single_process_code(module, call)]
-    if not seeds:
-        return
     helpers = {getattr(module.scope(call), "name", "") for call in seeds} & set(_SEEDS)
-    called = [call for call in seeds if (format_dotted_name(call.func) or "").rpartition(".")[2] in helpers]
-    seeds = called or seeds  # if a helper of this file sets the seed, its calls are reported instead of the line in it
-    if any(call.args and mentions_rank(module, call.args[0]) for call in seeds):
-        ranks = [part for call in seeds for argument in call.args[:1] for part in ast.walk(argument)
-                 if isinstance(part, ast.expr) and rank_kind(module, part)]  # fmt: skip
-        if ranks and all(rank_kind(module, part) == "local" for part in ranks) and not check.cluster.single_node:
-            yield check.problem(
-                "DT008", ranks[0], "the seed is that of the local rank: rank 0 of every node has the same, and so on",
-                fix="take the global rank",
-            )  # fmt: skip
-        return
-    call = seeds[0]
-    values = module.values(call.args[0]) if call.args else []
-    same = all(
-        isinstance(read_constant_value(value), int)
-        or re.search(r"(?i)(?:^|_)seed$", (format_dotted_name(value) or "").rpartition(".")[2])
-        for value in values
-    )
-    if values and same:
+    return [call for call in seeds if read_last_name(call.func) in helpers] or seeds
+
+
+def _check_seed_of_local_rank(check: CheckContext, numbers: list[ast.expr]) -> Iterator[Problem]:
+    """Yield a seed that depends on the local rank alone."""
+    parts = [part for number in numbers for part in ast.walk(number) if isinstance(part, ast.expr)]
+    kinds = {part: kind for part in parts if (kind := rank_kind(check.module, part))}
+    if set(kinds.values()) == {"local"} and not check.cluster.single_node:
         yield check.problem(
-            "DT008", call, "all ranks have the same seed: dropout and augmentation are the same on all of them"
+            "DT008",
+            next(iter(kinds)),
+            "the seed is that of the local rank: rank 0 of every node has the same, and so on",
+            fix="take the global rank",
         )
+
+
+def _is_same_seed(value: ast.expr) -> bool:
+    """Return whether a value is a number that is written out, or has the name of a seed."""
+    return isinstance(read_constant_value(value), int) or bool(re.search(r"(?i)(?:^|_)seed$", read_last_name(value)))
 
 
 def check_clipped_scaled(check: CheckContext) -> Iterator[Problem]:
@@ -162,8 +167,8 @@ def _find_step_code(module: SourceFile) -> list[ast.AST]:
             if re.search(r"micro|accum", over) and outer is not None and module.scope(outer) is function:
                 found[outer] = None
         elif isinstance(function, Function) and function.name != "backward":
-            callers = module.neighbours.callers(module, function) if module.neighbours is not None else []
-            loops = [(caller, caller.find_enclosing_node(call, (ast.For, ast.While))) for caller, call in callers[:8]]
+            callers = find_callers(module, function)[:8]
+            loops = [(caller, caller.find_enclosing_node(call, (ast.For, ast.While))) for caller, call in callers]
             for caller, around in loops:
                 if around is not None and caller is module:
                     found[around] = None

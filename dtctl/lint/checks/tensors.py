@@ -10,7 +10,14 @@ from dtctl.lint import names
 from dtctl.lint.check import CheckContext
 from dtctl.lint.flow import find_value_origins, resolve_callee
 from dtctl.lint.model import Problem
-from dtctl.lint.source_file import Function, SourceFile, find_keyword_value, format_dotted_name, read_constant_value
+from dtctl.lint.source_file import (
+    Function,
+    SourceFile,
+    find_keyword_value,
+    format_dotted_name,
+    read_constant_value,
+    read_last_name,
+)
 
 _TENSORS = frozenset(
     "torch." + name
@@ -200,11 +207,7 @@ def _gives_a_copy(module: SourceFile, function: Function) -> bool:
         bound = [
             binding.value for binding in module.bindings.get((function, name or ""), ()) if binding.value is not None
         ]
-        if (
-            not bound
-            or not isinstance(bound[0], ast.Call)
-            or (format_dotted_name(bound[0].func) or "").rpartition(".")[2] != "clone"
-        ):
+        if not bound or not isinstance(bound[0], ast.Call) or read_last_name(bound[0].func) != "clone":
             return False
     return all(isinstance(part, ast.Name) and part.id in reduced for part in results)
 

@@ -169,11 +169,7 @@ def check_wrapped_by_some(check: CheckContext) -> Iterator[Problem]:
                 yield check.problem("DT012", call, f"{short} is called by {_ranks_of(condition)}, and waits for all")
     sharded = any(wrap.kind != "ddp" for wrap in list_model_wraps(module))
     for name in ("full_tensor", "state_dict", "clip_grad_norm_") if module.trains else ():
-        calls = [
-            call_of_name
-            for call_of_name in module.methods.get(name, [])
-            if isinstance(call_of_name.func, ast.Attribute)
-        ]
+        calls = [one for one in module.methods.get(name, []) if isinstance(one.func, ast.Attribute)]
         for call in calls:
             sure = name == "full_tensor" or (sharded and _is_sharded_model_call(check, call))
             if not sure and not _maybe_sharded(check, call):
@@ -187,21 +183,9 @@ def check_wrapped_by_some(check: CheckContext) -> Iterator[Problem]:
 
 
 def _is_sharded_model_call(check: CheckContext, call: ast.Call) -> bool:
-    """Return whether a method belongs to a sharded model."""
+    """Return whether a method certainly belongs to a model that FullyShardedDataParallel wraps."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
     wrap = find_model_wrap(check.module, owner, call)
-    if wrap is None:
-        wrap = next(
-            (
-                wrapper
-                for wrapper in list_model_wraps(check.module)
-                if wrapper.kind == "fully_shard"
-                and wrapper.target == format_dotted_name(owner)
-                and check.module.dominates(wrapper.call, call)
-                and wrapper.call.lineno < call.lineno
-            ),
-            None,
-        )
     return wrap is not None and wrap.kind == "fsdp"
 
 

@@ -11,7 +11,13 @@ from dtctl.lint.check import CheckContext
 from dtctl.lint.flow import find_value_origins
 from dtctl.lint.model import Problem
 from dtctl.lint.signatures import DDP_ATTRIBUTES, KEYWORDS
-from dtctl.lint.source_file import SourceFile, find_keyword_value, format_dotted_name, read_constant_value
+from dtctl.lint.source_file import (
+    SourceFile,
+    find_keyword_value,
+    format_dotted_name,
+    read_assigned_name,
+    read_constant_value,
+)
 from dtctl.lint.wraps import ModelWrap, can_be_wrapped, find_model_wrap, list_model_wraps
 
 
@@ -208,8 +214,7 @@ def check_optimizer_before(check: CheckContext) -> Iterator[Problem]:
 
 def _made_again(check: CheckContext, optimizer: ast.Call, wrap: ModelWrap) -> bool:
     """Return whether the optimizer's name gets another optimizer after the wrap."""
-    statement = check.module.statement(optimizer)
-    target = format_dotted_name(statement.targets[0]) if isinstance(statement, ast.Assign) else None
+    target = read_assigned_name(check.module, optimizer)
     bound = check.module.bindings.get((check.module.scope(optimizer), target or ""), [])
     return any(binding.line > wrap.call.lineno for binding in bound)
 

@@ -8,6 +8,7 @@ ends, or a counter that overflows. The file names its run by a random text, whic
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import struct
@@ -69,22 +70,21 @@ class LossRecord:
         base = _choose_folder(folder)
         if base is None:
             return
-        self._path = base / FILE.format(worker.rank)
+        self._path, self._origin = base / FILE.format(worker.rank), (before.encode(), step)
         with contextlib.suppress(OSError, struct.error):
             self.then = _parse_loss_rows(self._path.read_bytes(), before.encode(), step) if before else {}
         with contextlib.suppress(OSError):  # an error here must not end the run
             base.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, _HEADER.pack(self.lineage.encode(), b"", 0), 0)
-        self._origin = before.encode(), step
+        self.join_origin(is_same=False)
 
     def join_origin(self, *, is_same: bool) -> None:
         """Mark the losses as a continuation of the resumed run, or remove the mark after a difference was seen.
 
         A later attempt may resume from the same snapshot after the cause of the difference was removed.
         """
-        if self._file >= 0 and self._origin[0]:
+        if self._file >= 0:
             with contextlib.suppress(OSError):
                 origin = self._origin if is_same else (b"", 0)
                 os.pwrite(self._file, _HEADER.pack(self.lineage.encode(), *origin), 0)
@@ -180,16 +180,9 @@ def _choose_folder(snapshots: Place) -> Path | None:
 
 
 def _parse_loss_rows(data: bytes, before: bytes, step: int) -> dict[int, bytes]:
+    """Return the losses of the steps after a snapshot, up to the first step that is missing; none of another run."""
     training, parent, began = _HEADER.unpack_from(data)
     if before not in (training.rstrip(b"\0"), parent.rstrip(b"\0") if began == step else None):
         return {}
-    found: dict[int, bytes] = {}
-    for number in range(step + 1, step + 1 + RING):
-        offset = _HEADER.size + number % RING * _ROW.size
-        if offset + _ROW.size > len(data):
-            break
-        recorded, bits = _ROW.unpack_from(data, offset)
-        if recorded != number:
-            break
-        found[number] = bits
-    return found
+    rows = dict(_ROW.iter_unpack(data[_HEADER.size : len(data) - (len(data) - _HEADER.size) % _ROW.size]))
+    return {number: rows[number] for number in itertools.takewhile(rows.__contains__, itertools.count(step + 1))}

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from dtctl.errors import PlanError
 from dtctl.runtime.data_loading.datasets import CollatedDataset
@@ -23,15 +22,8 @@ from dtctl.runtime.data_loading.order import Indices
 from dtctl.runtime.data_loading.reading import DatasetExamination
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.exactness import run_conditions
-from dtctl.runtime.exactness.stateful import (
-    StatefulObjects,
-    is_stateful,
-    name_some,
-    put_state,
-    take_state,
-)
+from dtctl.runtime.exactness.stateful import StatefulObjects, encode_state, is_divided, name_some, put_encoded_state
 from dtctl.runtime.own_code import digest_modules, name_class
-from dtctl.runtime.snapshot.format.encoding import decode_value, encode_value, is_generator, with_devices
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 from dtctl.train.compatibility import not_elastic
 
@@ -62,18 +54,16 @@ class ProgramFingerprint:
     """Checksums of the facts of all workers, by rank."""
     numerics: Callable[[], Mapping[str, str]]
     """Function that returns the numerical settings of this process now."""
-    numerics_before: Mapping[str, str]
     irreproducible: list[str]
     """Reasons, from any worker, why two runs of this program differ."""
 
-    def add_loaded_modules(self) -> None:
-        """Add modules that were loaded since, such as one that the loss function imports."""
-        for name, digest in digest_modules().items():
-            self.detail.setdefault(f"code of {name}", digest)
+    def build_facts_text(self) -> str:
+        """Return the facts as a snapshot keeps them, with modules that were loaded since the first step.
 
-    @property
-    def text(self) -> str:
-        """Return the facts as a snapshot keeps them."""
+        The loss function may import such a module.
+        """
+        for name, digest in digest_modules().items():
+            self.detail.setdefault(f"{run_conditions.CODE}{name}", digest)
         return json.dumps(self.detail, separators=(",", ":"))
 
     def require_elastic(self) -> None:
@@ -90,11 +80,11 @@ class ProgramFingerprint:
     def collect_program_state(self) -> tuple[dict[str, Any], list[str]]:
         """Return the encoded state of the program's own objects, and the paths of objects that cannot be kept."""
         changed, lost = self.program.changed()
-        lost += [f"the {name}" for name, value in self.numerics().items() if self.numerics_before.get(name) != value]
+        lost += [f"the {name}" for name, value in self.numerics().items() if self.detail.get(name) != value]
         tree: dict[str, Any] = {PROGRAM: changed} if changed else {}
         buffers = {name: value for name, value in self.model.named_buffers() if name in self.names}
         if sum(value.numel() * value.element_size() for value in buffers.values()) <= BUFFER_BYTES:
-            tree |= {BUFFERS: dict(buffers)} if buffers and self.together else {}
+            tree |= {BUFFERS: buffers} if buffers and self.together else {}
         if self.extra:
             tree[EXTRA] = {name: _encode_object_state(value, name) for name, value in self.extra.items()}
         return tree, lost
@@ -130,46 +120,20 @@ class ProgramFingerprint:
         for name, value in mine.get(BUFFERS, {}).items() if len(held) == self.together or EVERYONE in held else ():
             if name in buffers and buffers[name].shape == value.shape and not hasattr(buffers[name], "device_mesh"):
                 buffers[name].copy_(value)
-        return phrases + [
-            f"extra_state.{name} is in the snapshot, but the program does not have it now"
-            for name in then
-            if name not in self.extra
-        ]
+        gone = [name for name in then if name not in self.extra]
+        phrases += [f"extra_state.{name} is in the snapshot, but the program does not have it now" for name in gone]
+        return phrases
 
 
 def _encode_object_state(value: Any, name: str) -> Any:
-    state = with_devices(encode_value(take_state(value), f"extra_state.{name}"))
-    if any(hasattr(leaf, "device_mesh") for leaf in tree_leaves(state)):
+    state = encode_state(value, f"extra_state.{name}")
+    if is_divided(state):
         raise PlanError(
             f"extra_state.{name} is divided over workers, and snapshots keep of `extra_state` what each worker has",
             where=f"extra_state.{name}",
             hint="make it a part of the model; a session takes several models and optimizers by name",
         )
     return state
-
-
-def put_encoded_state(held: Any, state: Any) -> bool:
-    """Restore the state of an object of `extra`; return False if the state is of another kind."""
-    return put_state(held, decode_value(state))
-
-
-def require_stateful(extra: Mapping[str, Any], *, where: str = "Trainer") -> None:
-    """Refuse objects of `extra_state` that snapshots cannot keep.
-
-    Args:
-        extra: the objects, by name.
-        where: name of the function that the objects were passed to.
-
-    Raises:
-        PlanError: an object has no state that can be read and restored.
-    """
-    for name, value in extra.items():
-        if not is_generator(value) and not is_stateful(value):
-            raise PlanError(
-                f"extra_state.{name} is a {type(value).__qualname__}, which has no state_dict() and load_state_dict()",
-                where=where,
-                hint="give an object that has both, or a random generator of torch, NumPy or Python",
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,52 +162,44 @@ def build_training_account(subject: FingerprintInputs, worker: Worker, *, elasti
         roots["rate"] = subject.rate
     roots |= {f"extra_state.{name}": value for name, value in subject.extra_state.items()}
     # The reader's generators are left out, since they are seeded by position.
-    program = StatefulObjects(
-        roots, model=subject.model, apart=[*subject.apart, *reader.seeder.list_dataset_generators()]
-    )
+    program = StatefulObjects(roots, apart=[*subject.apart, *reader.seeder.list_dataset_generators()])
     examined = subject.feed.examine_dataset(subject.first)
-    return build_program_fingerprint(
-        program, roots, examined, model=subject.model, extra=subject.extra_state, worker=worker, elastic=elastic
-    )
+    return build_program_fingerprint(program, roots, examined, worker, extra=subject.extra_state, elastic=elastic)
 
 
 def build_program_fingerprint(
     program: StatefulObjects,
     roots: Mapping[str, Any],
     examined: DatasetExamination,
-    *,
-    model: nn.Module,
-    extra: Mapping[str, Any],
     worker: Worker,
+    *,
+    extra: Mapping[str, Any],
     elastic: bool = False,
 ) -> ProgramFingerprint:
     """Return the fingerprint of a program that has not taken a step yet; collective over all workers.
 
     Args:
         program: objects of the program that have state.
-        roots: objects that the program consists of, by name; their classes are recorded.
+        roots: objects that the program consists of, by name, with the `model`; their classes are recorded.
         examined: facts about some samples.
-        model: the model of this worker.
-        extra: objects of `extra_state`, by name.
         worker: this worker.
+        extra: objects of `extra_state`, by name.
         elastic: True if the result must not depend on the number of workers.
     """
     classes = {f"{name} (class)": name_class(root) for name, root in roots.items()}
     detail = run_conditions.collect_program_facts(classes, examined, worker, elastic=elastic)
-    reasons = [examined.irreproducible] if examined.irreproducible else []
     numerics = functools.partial(run_conditions.collect_numeric_settings, worker, elastic=elastic)
-    reports = gathered_json([run_conditions.compute_facts_checksum(detail), reasons], worker)
+    reports = gathered_json([run_conditions.compute_facts_checksum(detail), examined.irreproducible], worker)
     return ProgramFingerprint(
-        names=frozenset(model.state_dict()),
+        names=frozenset(roots["model"].state_dict()),
         program=program,
-        model=model,
+        model=roots["model"],
         together=worker.world_size if worker.backend is not None else 0,
         extra=extra,
         detail=detail,
         checksums=[number for number, _ in reports],
         numerics=numerics,
-        numerics_before=numerics(),
-        irreproducible=list(dict.fromkeys(reason for _, reasons in reports for reason in reasons)),
+        irreproducible=list(dict.fromkeys(reason for _, reason in reports if reason)),
     )
 
 

@@ -10,6 +10,7 @@ depend on the number of workers.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -93,19 +94,6 @@ class _RecordedSnapshot:
     rows: list[StepBits] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _ResumedSnapshot:
-    """A snapshot that the run has resumed from."""
-
-    step: int
-    rows: dict[int, StepBits]
-    losses: bool
-    known: tuple[str, ...]
-    repeated: int = 0
-    doubted: ExactnessVerdict | None = None
-    """Verdict to return if the repeated step gives the same values."""
-
-
 class StepRecorder:
     """Recorder of the steps after snapshots, which also compares repeated steps with their record."""
 
@@ -120,15 +108,15 @@ class StepRecorder:
         self._worker, self._model, self._optimizer = worker, model, optimizer
         self._owned: dict[str, torch.Tensor] | None = None
         self._targets: list[_RecordedSnapshot] = []
-        self._expected: _ResumedSnapshot | None = None
-        self._gradient: tuple[int, int | None] | None = None
-        """Step, and the sum over this worker's pieces; None as the sum for tensors whose bits cannot be read."""
-        self._update: tuple[int, int | None] | None = None
-        self._loss: tuple[int, int | None] | None = None
+        self._expected: dict[int, StepBits] = {}
+        """Records of the steps whose repetition is under way, by step; empty if none is."""
+        self._verdict: ExactnessVerdict | None = None
+        """Verdict on the resume by the steps that were repeated so far. It already has a difference if the step that
+        differs is computed once more."""
+        self._sums: dict[tuple[str, int], int | None] = {}
+        """Kind of value and step -> sum over this worker's pieces; None for tensors whose bits cannot be read."""
         self.losses = LossRecord()
         """Losses of this worker."""
-        self._said: ExactnessVerdict | None = None
-        """Newest verdict on the resume that has been reported."""
         self._row: StepBits | None = None
         """Bits of the newest recorded step."""
         self._spent_s = 0.0
@@ -136,7 +124,7 @@ class StepRecorder:
     @property
     def is_pending(self) -> bool:
         """Return whether the verdict on repeated steps is still open."""
-        return self._expected is not None
+        return bool(self._expected)
 
     @property
     def is_recording(self) -> bool:
@@ -145,7 +133,7 @@ class StepRecorder:
 
     def is_wanted(self, number: int) -> bool:
         """Return whether the bits of this step are needed; the result is the same on all workers."""
-        if number == self.losses.until or (self._expected is not None and number in self._expected.rows):
+        if number == self.losses.until or number in self._expected:
             return True
         for target in self._targets:  # noqa: SIM110 - most often none, asked for three times in every step
             if target.step < number <= target.step + STEPS:
@@ -178,18 +166,17 @@ class StepRecorder:
             The verdict, if no recorded step will be repeated; else None.
         """
         self._find_owned_parameters()
-        following = {row.step: row for row in rows if step < row.step <= end}
-        in_order = {
-            number: following[number] for number in range(step + 1, step + 1 + len(following)) if number in following
-        }
-        self.losses.start_loss_comparison(self._worker, step + len(in_order), end if losses else 0)
-        why = f"step {step + 1} was not recorded before the last attempt ended"
-        self._said = ExactnessVerdict(verdict="not-confirmed", step=step, steps=0, why=(*known, why))
-        self._expected = _ResumedSnapshot(step, in_order, losses, tuple(known)) if in_order else None
-        if in_order:
+        self._expected = {row.step: row for row in rows if step < row.step <= end}
+        self.losses.start_loss_comparison(self._worker, step + len(self._expected), end if losses else 0)
+        unrecorded = f"step {step + 1} was not recorded before the last attempt ended"
+        why = tuple(known) if self._expected else (*known, unrecorded)
+        self._verdict = ExactnessVerdict(
+            verdict="not-confirmed" if why else "exact", step=step, steps=0, why=why, has_losses=losses
+        )
+        if self._expected:
             return None
         self.losses.join_origin(is_same=True)
-        return self._said
+        return self._verdict
 
     def recheck_step(self, verdict: ExactnessVerdict) -> None:
         """Compare this step with its repetition from the same state.
@@ -198,7 +185,7 @@ class StepRecorder:
             verdict: verdict that this step differs from the record.
         """
         assert self._row is not None  # noqa: S101  # for the type checker
-        self._expected = _ResumedSnapshot(verdict.step, {self._row.step: self._row}, True, verdict.why, doubted=verdict)
+        self._expected, self._verdict = {self._row.step: self._row}, verdict
 
     def stop_comparison(self, why: str) -> ExactnessVerdict | None:
         """Stop recording and comparing the steps under way.
@@ -209,47 +196,49 @@ class StepRecorder:
         Returns:
             The verdict on a resume whose steps were being compared.
         """
-        expected = self._expected
-        self._owned, self._expected = None, None
+        verdict = self._verdict if self._expected else None
+        self._owned, self._expected = None, {}
         self.losses.stop_loss_comparison()
         self._targets.clear()
-        if expected is None:
+        if verdict is None:
             return None
-        if expected.doubted is not None:
-            return replace(expected.doubted, repeats=True)
-        if expected.repeated:
-            return self._build_repeat_verdict(expected)
-        return ExactnessVerdict(verdict="not-confirmed", step=expected.step, steps=0, why=(why,))
+        if verdict.differs is not None:
+            return replace(verdict, repeats=True)
+        return verdict if verdict.steps else replace(verdict, verdict="not-confirmed", why=(why,))
 
-    def _find_owned_parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters whose pieces are counted on this worker; each piece is counted on one worker.
+    def _find_owned_parameters(self) -> None:
+        """Find the parameters whose pieces are counted on this worker; each piece is counted on one worker.
 
         The first call is collective.
         """
         if self._owned is None:
             names = name_parameters(self._model, self._optimizer)
-            names = {parameter: name for parameter, name in names.items() if parameter.requires_grad}
-            parameters = {name: parameter.detach() for parameter, name in names.items()}
-            mine = PieceAssignment(self._worker, lambda _: False).select_own_pieces(
-                extract_local_pieces({"parameters": parameters})
-            )
-            self._owned = {name: parameter for parameter, name in names.items() if name in mine.get("parameters", {})}
-        return self._owned
+            trained = {name: parameter for parameter, name in names.items() if parameter.requires_grad}
+            pieces = extract_local_pieces({"parameters": trained})
+            mine = PieceAssignment(self._worker, lambda _: False).select_own_pieces(pieces).get("parameters", {})
+            self._owned = {name: parameter for name, parameter in trained.items() if name in mine}
 
     def take_gradient(self, number: int, loss: torch.Tensor | None) -> None:
         """Sum the gradients of a step before they are clipped, and store this worker's loss."""
-        began_s = time.perf_counter()
         owned = self._owned or {}
         gradients = {name: tensor.grad for name, tensor in owned.items() if tensor.grad is not None}
-        self._gradient = number, _sum_if_possible(gradients)
-        self._loss = number, None if loss is None else _sum_if_possible({"loss": loss})
-        self._spent_s += time.perf_counter() - began_s
+        self._sums = {("gradient", number): self._sum_if_possible(gradients)}
+        if loss is not None:
+            self._sums["loss", number] = self._sum_if_possible({"loss": loss})
 
     def take_update(self, number: int) -> None:
         """Sum the parameters after a step."""
+        self._sums["update", number] = self._sum_if_possible(self._owned or {})
+
+    def _sum_if_possible(self, tensors: Mapping[str, torch.Tensor]) -> int | None:
+        """Return the sum; None for tensors of a class without plain numbers, which must not end the run."""
         began_s = time.perf_counter()
-        self._update = number, _sum_if_possible(self._owned or {})
-        self._spent_s += time.perf_counter() - began_s
+        try:
+            return sum_tensors(tensors)
+        except (RuntimeError, TypeError, NotImplementedError, ValueError):
+            return None
+        finally:
+            self._spent_s += time.perf_counter() - began_s
 
     def pop_spent_s(self) -> float:
         """Return the seconds that the sums have taken since the last call."""
@@ -265,29 +254,24 @@ class StepRecorder:
         Returns:
             The verdict on the repeated steps, once it is known; else None.
         """
-        taken = [
-            held[1] if held is not None and held[0] == step else None
-            for held in (self._loss, self._gradient, self._update)
-        ]
+        taken = [self._sums.get((kind, step)) for kind in ("loss", "gradient", "update")]
         self.losses.flush()
         reports = gathered_json([*taken, self.losses.differs], self._worker)
+        losses, gradients, updates, differing = zip(*reports, strict=True)
         row = None
-        if all(None not in report[1:3] for report in reports):
-            sums = [sum(report[i] for report in reports) % MODULUS for i in (1, 2)]
-            row = StepBits(step=step, losses=tuple(report[0] for report in reports), gradient=sums[0], update=sums[1])
+        if None not in (*gradients, *updates):
+            row = StepBits(step=step, losses=losses, gradient=sum(gradients) % MODULUS, update=sum(updates) % MODULUS)
         self._row = row
         for target in self._targets:
             if row is not None and step == target.step + len(target.rows) + 1:
                 target.rows.append(row)
                 target.saver.annotate(target.step, FILE, to_text(target.rows))
         self._targets = [target for target in self._targets if step < target.step + STEPS]
-        verdict = (
-            self._compare_repeated_step(row) if self._expected is not None and step in self._expected.rows else None
-        )
-        if verdict is not None:
-            self._expected, self._said = None, verdict
-        elif self._expected is None:
-            verdict = self.losses.add_loss_result(step, [report[3] for report in reports], self._said)
+        verdict = None
+        if step in self._expected:
+            verdict = self._compare_repeated_step(row)
+        elif not self._expected:
+            verdict = self.losses.add_loss_result(step, differing, self._verdict)
         if verdict is not None:
             self.losses.join_origin(is_same=verdict.differs is None)
             if verdict.differs is not None:
@@ -295,34 +279,23 @@ class StepRecorder:
         return verdict
 
     def _compare_repeated_step(self, row: StepBits | None) -> ExactnessVerdict | None:
-        expected = self._expected
-        assert expected is not None  # noqa: S101  # for the type checker
+        verdict = self._verdict
+        assert verdict is not None  # noqa: S101  # for the type checker
         if row is None:  # a worker that received this step from a peer has no sums of it
-            return self.stop_comparison(f"a worker was replaced in step {expected.step + 1}")
-        differs = row.compare(expected.rows[row.step], losses=expected.losses)
-        if expected.doubted is not None:
-            return replace(expected.doubted, repeats=differs not in ("loss", "gradient"))
-        if differs is not None:
-            return ExactnessVerdict(
-                verdict="not-exact", step=expected.step, steps=expected.repeated, differs=differs, at=row.step,
-                why=expected.known, has_losses=expected.losses,
-            )  # fmt: skip
-        expected.repeated += 1
-        return self._build_repeat_verdict(expected) if expected.repeated == len(expected.rows) else None
-
-    def _build_repeat_verdict(self, expected: _ResumedSnapshot) -> ExactnessVerdict:
-        return ExactnessVerdict(
-            verdict="not-confirmed" if expected.known else "exact", step=expected.step, steps=expected.repeated,
-            why=expected.known,
-        )  # fmt: skip
-
-
-def _sum_if_possible(tensors: Mapping[str, torch.Tensor]) -> int | None:
-    """Return the sum; None for tensors of a class without plain numbers, which must not end the run."""
-    try:
-        return sum_tensors(tensors)
-    except (RuntimeError, TypeError, NotImplementedError, ValueError):
-        return None
+            return self.stop_comparison(f"a worker was replaced in step {verdict.step + 1}")
+        is_again = verdict.differs is not None  # the same step in the same process, so its samples are the same
+        differs = row.compare(self._expected[row.step], losses=verdict.has_losses or is_again)
+        if is_again:
+            verdict = replace(verdict, repeats=differs not in ("loss", "gradient"))
+        elif differs is not None:
+            verdict = replace(verdict, verdict="not-exact", differs=differs, at=row.step)
+        else:
+            verdict = replace(verdict, steps=verdict.steps + 1)
+        self._verdict = verdict
+        if verdict.differs is None and verdict.steps < len(self._expected):
+            return None
+        self._expected = {}
+        return verdict
 
 
 def to_text(rows: Sequence[StepBits]) -> str:
@@ -333,14 +306,11 @@ def to_text(rows: Sequence[StepBits]) -> str:
 
 def from_text(text: str) -> list[StepBits]:
     """Return the steps in a text of `to_text`; empty if it is damaged, or is something else."""
-    try:
+    with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):
         document = json.loads(text)
-        steps = document["steps"]
-        return (
-            [StepBits.from_document(row) for row in steps] if document["digest"] == _compute_steps_digest(steps) else []
-        )
-    except (LookupError, TypeError, ValueError, RecursionError):
-        return []
+        if document["digest"] == _compute_steps_digest(document["steps"]):
+            return [StepBits.from_document(row) for row in document["steps"]]
+    return []
 
 
 def _compute_steps_digest(steps: object) -> str:
@@ -356,16 +326,12 @@ def gather_step_record(snapshot: str, worker: Worker) -> list[StepBits]:
     """
     path = parse_place(snapshot)
     looks = worker.is_first if isinstance(path, RemotePath) else worker.local_rank == 0
-    texts = gathered_json(_read_text(path / FILE) if looks else None, worker)
-    best: list[StepBits] = []
-    for text in texts:
-        rows = from_text(text or "")
-        best = rows if len(rows) > len(best) else best
-    return best
+    texts = gathered_json(_read_text(path / FILE) if looks else "", worker)
+    return max(map(from_text, texts), key=len)
 
 
-def _read_text(path: Place) -> str | None:
+def _read_text(path: Place) -> str:
     try:
-        return path.read_text() if size_bytes(path) <= MAX_BYTES else None
+        return path.read_text() if size_bytes(path) <= MAX_BYTES else ""
     except (OSError, ValueError, SnapshotError):  # there is no record, or it is not text
-        return None
+        return ""

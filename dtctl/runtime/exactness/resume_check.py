@@ -53,7 +53,7 @@ class ResumeCheck:
 
     def __init__(
         self,
-        build_recorder: Callable[[], StepRecorder],
+        recorder: StepRecorder,
         *,
         config: TrainConfig,
         worker: Worker,
@@ -64,17 +64,16 @@ class ResumeCheck:
         """Prepare to record steps.
 
         Args:
-            build_recorder: returns a recorder of the present parameters.
+            recorder: recorder of the steps after each snapshot.
             config: settings of the run.
             worker: this worker.
             folder: place of its snapshots.
             report: receives the verdict; its lines may have to wait for it.
             release: called when the verdict is known, for calls that have to wait as well.
         """
-        self._build_recorder, self._release = build_recorder, release
+        self.recorder, self._release = recorder, release
         self._worker, self._folder, self._report = worker, folder, report
         self._must_be_exact = config.require_exact
-        self.recorder = build_recorder()
         self.verdict: ExactnessVerdict | None = None
 
     @property
@@ -125,11 +124,6 @@ class ResumeCheck:
         """
         self.conclude(self.recorder.stop_comparison(why))
 
-    def restart_recorder(self) -> None:
-        """Record the parameters that the optimizer has now."""
-        losses, self.recorder = self.recorder.losses, self._build_recorder()
-        self.recorder.losses = losses
-
     def conclude(self, verdict: ExactnessVerdict | None) -> None:
         """Report the verdict on the repeated steps, once it is known, and release what has waited for it.
 
@@ -142,12 +136,9 @@ class ResumeCheck:
         if self._worker.is_first:
             self._report.progress.report_resume(confirmed=verdict.document())
         if self._must_be_exact and verdict.verdict == "not-exact":
-            is_late = verdict.at > verdict.step + STEPS
-            kept = (
-                f"snapshots after step {verdict.step} differ from the earlier ones"
-                if is_late
-                else "nothing was kept since"
-            )
+            kept = "nothing was kept since"
+            if verdict.at > verdict.step + STEPS:
+                kept = f"snapshots after step {verdict.step} differ from the earlier ones"
             raise SnapshotError(
                 f"going on from step {verdict.step} is {verdict.describe()}",
                 where=str(self._folder),

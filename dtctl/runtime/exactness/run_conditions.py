@@ -29,7 +29,6 @@ from dtctl.train.config import TrainConfig
 
 SAMPLE: Final = "data["
 """Prefix of a sample's name in the list."""
-VERSION: Final = "version of "
 CODE: Final = "code of "
 UNSET: Final = "unset"
 """Value of an environment variable that is not set."""
@@ -150,10 +149,10 @@ def collect_program_facts(
         worker: this worker.
         elastic: True if the result must not depend on the number of workers.
     """
-    facts = dict(described) | {f"data[{name}]": digest for name, digest in examined.digests.items()}
-    facts |= {f"{VERSION}{name}": text for name, text in list_versions().items()}
+    facts = dict(described) | {f"{SAMPLE}{name}]": digest for name, digest in examined.digests.items()}
+    facts |= {f"version of {name}": text for name, text in list_versions().items()}
     facts |= collect_numeric_settings(worker, elastic=elastic)
-    facts |= {f"code of {name}": digest for name, digest in digest_modules().items()}
+    facts |= {f"{CODE}{name}": digest for name, digest in digest_modules().items()}
     return facts
 
 

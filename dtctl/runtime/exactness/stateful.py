@@ -8,6 +8,7 @@ takes such state.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dtctl.errors import PlanError
 from dtctl.runtime.members import walk_members
 from dtctl.runtime.own_code import name_class
 from dtctl.runtime.snapshot.format.encoding import (
@@ -41,6 +43,25 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
 
+def require_stateful(extra: Mapping[str, Any], *, where: str = "Trainer") -> None:
+    """Refuse objects of `extra_state` that snapshots cannot keep.
+
+    Args:
+        extra: the objects, by name.
+        where: name of the function that the objects were passed to.
+
+    Raises:
+        PlanError: an object has no state that can be read and restored.
+    """
+    for name, value in extra.items():
+        if not is_generator(value) and not is_stateful(value):
+            raise PlanError(
+                f"extra_state.{name} is a {type(value).__qualname__}, which has no state_dict() and load_state_dict()",
+                where=where,
+                hint="give an object that has both, or a random generator of torch, NumPy or Python",
+            )
+
+
 def take_state(value: Any) -> Any:
     """Return the state of a generator, or of an object with a `state_dict`; tensors are not copied."""
     return (
@@ -48,13 +69,27 @@ def take_state(value: Any) -> Any:
     )
 
 
+def encode_state(value: Any, path: str) -> Any:
+    """Return the encoded state of a generator, or of an object with a `state_dict`, which errors name by its path."""
+    return with_devices(encode_value(take_state(value), path))
+
+
+def put_encoded_state(held: Any, state: Any) -> bool:
+    """Restore a state that `encode_state` returned; return False if the object is of another kind."""
+    return put_state(held, decode_value(state))
+
+
+def is_divided(state: Any) -> bool:
+    """Return whether an encoded state has tensors that are divided over several workers."""
+    return any(hasattr(leaf, "device_mesh") for leaf in tree_leaves(state))
+
+
 def put_state(held: Any, state: Any) -> bool:
     """Restore a state that `take_state` returned; return False if the object is of another kind."""
-    is_tagged = isinstance(state, tuple) and len(state) == 3 and state[0] == _STATE
     if is_generator(held) and isinstance(state, Mapping):
         set_generator_state(held, state)
         return True
-    if not is_stateful(held) or not is_tagged or name_class(held) != state[1]:
+    if not is_stateful(held) or not isinstance(state, tuple) or state[:2] != (_STATE, name_class(held)):
         return False
     if isinstance(held, torch.optim.Optimizer):
         _put_optimizer(held, state[2])
@@ -78,16 +113,16 @@ def _put_optimizer(held: torch.optim.Optimizer, state: Mapping[str, Any]) -> Non
 class StatefulObjects:
     """Objects with state that are reachable from some roots, and their states when this object was made."""
 
-    def __init__(self, roots: Mapping[str, Any], *, model: nn.Module, apart: Iterable[object] = ()) -> None:
+    def __init__(self, roots: Mapping[str, Any], *, apart: Iterable[object] = ()) -> None:
         """Find the objects with state.
 
         Args:
-            roots: name -> object, such as `{"model": model, "loss": loss}`; a root's own state is left out.
-            model: the model, whose state snapshots have anyway.
+            roots: name -> object, such as `{"model": model, "loss": loss}`; a root's own state is left out, and all
+                state of the `model`, which snapshots have anyway.
             apart: objects whose state is saved elsewhere.
         """
-        self._roots, self._model = dict(roots), model
-        self._apart = [*apart, *model.parameters(), *model.buffers()]
+        self._roots, self._model = dict(roots), roots["model"]
+        self._apart = [*apart, *self._model.parameters(), *self._model.buffers()]
         self._held: list[object] = []
         """Objects that were found, kept alive so that no other object gets the same address."""
         self._marks = {path: _compute_state_mark(value, self._held) for path, value in self._find_stateful_objects()}
@@ -95,11 +130,7 @@ class StatefulObjects:
     def _find_stateful_objects(self) -> Iterator[tuple[str, Any]]:
         """Yield each object once, with its path; skip those whose tensors the model or another object already has."""
         known = {id(value) for value in self._roots.values()} | {id(module) for module in self._model.modules()}
-        covered = {
-            tensor.data_ptr()
-            for tensor in map(_unwrap_local_value, self._model.state_dict().values())
-            if _has_address(tensor)
-        }
+        covered = _find_addresses(self._model.state_dict().values())
         for name, root in self._roots.items():
             for path, value in walk_members(root, name, named=True, skipped=self._apart, limit=REACHED):
                 if id(value) in known or not (is_generator(value) or is_stateful(value)):
@@ -108,7 +139,7 @@ class StatefulObjects:
                 if isinstance(value, nn.Module):
                     known |= {id(module) for module in value.modules()}
                 if is_stateful(value) and not isinstance(value, torch.optim.Optimizer):
-                    tensors = {tensor.data_ptr() for tensor in _list_tensors(value)}
+                    tensors = _find_addresses(_list_state_leaves(value))
                     if tensors and tensors <= covered:
                         continue
                     covered |= tensors
@@ -126,8 +157,8 @@ class StatefulObjects:
             if _compute_state_mark(value) == self._marks.get(path):
                 continue
             try:
-                state = with_devices(encode_value(take_state(value), path))
-                if any(hasattr(leaf, "device_mesh") for leaf in tree_leaves(state)):
+                state = encode_state(value, path)
+                if is_divided(state):
                     lost.append(f"{path} (which is spread over workers)")
                 else:
                     changed[path] = state
@@ -139,11 +170,9 @@ class StatefulObjects:
         """Return a copy of all states for `load`, before code runs that must not leave a trace."""
         held = {}
         for path, value in self._find_stateful_objects():
-            try:
-                state = with_devices(encode_value(take_state(value), path))
-            except NotEncodable:
-                continue
-            held[path] = copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, state))
+            with contextlib.suppress(NotEncodable):
+                state = encode_state(value, path)
+                held[path] = copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, state))
         return held
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
@@ -156,7 +185,7 @@ class StatefulObjects:
         failed = [
             path
             for path, value in self._find_stateful_objects()
-            if path in left and not put_state(value, decode_value(left.pop(path)))
+            if path in left and not put_encoded_state(value, left.pop(path))
         ]
         phrases = [f"{name_some(left)} changed in training, and there is no place for it now"] if left else []
         return phrases + ([f"{name_some(failed)} changed in training, and cannot be set"] if failed else [])
@@ -168,11 +197,16 @@ def name_some(paths: Iterable[str], count: int = 4) -> str:
     return ", ".join(every[:count]) + (f" and {len(every) - count} more" if len(every) > count else "")
 
 
-def _list_tensors(value: Any) -> list[torch.Tensor]:
+def _list_state_leaves(value: Any) -> list[Any]:
+    """Return the tensors and other values in an object's state; if it cannot be read, the name of the error's class."""
     try:
-        return [leaf for leaf in map(_unwrap_local_value, tree_leaves(value.state_dict())) if _has_address(leaf)]
-    except Exception:  # noqa: BLE001  # the user's code, at a time when the program does not call it
-        return []
+        return tree_leaves(value.state_dict())
+    except Exception as exc:  # noqa: BLE001  # the user's code, at a time when the program does not call it
+        return [type(exc).__qualname__]
+
+
+def _find_addresses(values: Iterable[Any]) -> set[int]:
+    return {value.data_ptr() for value in map(_unwrap_local_value, values) if _has_address(value)}
 
 
 def _unwrap_local_value(value: Any) -> Any:
@@ -194,10 +228,7 @@ def _compute_state_mark(value: Any, held: list[object] | None = None) -> Any:
     if is_generator(value):
         state = take_state(value)
         return state["torch"].numpy().tobytes() if "torch" in state else repr(state)
-    try:
-        leaves = tree_leaves(value.state_dict())
-    except Exception as exc:  # noqa: BLE001  # the user's code, at a time when the program does not call it
-        return type(exc).__qualname__
+    leaves = _list_state_leaves(value)
     if held is not None:
         held += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return [_mark_leaf(leaf) for leaf in leaves]

@@ -225,7 +225,6 @@ def _reshard_training(training: Training) -> None:
         engine.strategy.prepare(trained.optimizer)
     engine.watch_strategy()
     training.check.stop_comparison(f"a worker was replaced in step {position.step + 1}")
-    training.check.restart_recorder()
     if training.frozen is not None:
         training.frozen.record()
     training.snapshots.rejoin(sharded_state=engine.strategy.sharded_state)

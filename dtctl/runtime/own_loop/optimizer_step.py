@@ -60,6 +60,8 @@ class OptimizerStep:
         self._scaler, self._clip = scaler, clip
         self._updated: dict[str, None] = {}
         """Optimizers that were stepped in the step under way."""
+        self._norms: dict[str, torch.Tensor] = {}
+        """Norm of the gradient of each `update` in the step under way, by the names of its optimizers."""
         self.passes = 0
         self.loss: torch.Tensor | None = None
 
@@ -67,6 +69,20 @@ class OptimizerStep:
     def lr(self) -> float:
         """Return the learning rate of the first group."""
         return float(next(iter(self._optimizers.values())).param_groups[0]["lr"])
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Return the learning rate of each of several optimizers, as values of a line of metrics."""
+        named = self._optimizers if len(self._optimizers) > 1 else {}
+        return {f"lr_{name}": float(each.param_groups[0]["lr"]) for name, each in named.items()}
+
+    def pop_update_norms(self) -> tuple[torch.Tensor | None, dict[str, float]]:
+        """Return the norm over all updates of a step, and that of each of several; None if no norm was computed."""
+        norms, self._norms = self._norms, {}
+        if not norms:
+            return None, {}
+        named = norms if len(self._optimizers) > 1 else {}
+        return torch.stack([*norms.values()]).norm(), {f"grad_norm_{name}": float(norm) for name, norm in named.items()}
 
     def record_gradient(self, recorder: StepRecorder, number: int) -> None:
         """Record the loss and the gradient of a step as far as its record needs them."""
@@ -130,11 +146,12 @@ class OptimizerStep:
         self._step_optimizers(list(self._optimizers))
         self.end_updates()
 
-    def update(self, names: Sequence[str]) -> None:
+    def update(self, names: Sequence[str], *, is_logged: bool = False) -> None:
         """Clip the gradient of some optimizers, step them, and set all gradients to zero.
 
         Args:
             names: names of the optimizers; empty for all.
+            is_logged: True if the norm of the gradient is needed without clipping, too.
 
         Raises:
             PlanError: there is no optimizer of this name, or its parameters have no gradient.
@@ -152,7 +169,9 @@ class OptimizerStep:
                     'take a step from the same gradient in one call: update("actor", "critic")',
                 )
         self._unscale(chosen)
-        self.clip_gradient(chosen)
+        norm = self.clip_gradient(chosen, is_logged=is_logged)
+        if norm is not None:
+            self._norms["_".join(chosen)] = norm.detach().float()
         self._step_optimizers(chosen)
 
     def _step_optimizers(self, names: Sequence[str]) -> None:

@@ -8,10 +8,13 @@ draw their own random numbers, so there the batches are read once more.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, Final, Literal
 
+import torch
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from dtctl.errors import PlanError, SnapshotError
@@ -21,7 +24,7 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.exactness.stateful import is_stateful, put_state, take_state
 from dtctl.runtime.members import walk_members
 from dtctl.runtime.own_loop.several_models import WHERE
-from dtctl.runtime.snapshot.format.encoding import is_generator
+from dtctl.runtime.snapshot.format.encoding import encode_value, is_generator
 from dtctl.runtime.snapshot.json_collectives import gathered_json
 
 Skip = Literal["auto", "sampler", "read"]
@@ -51,12 +54,14 @@ class DataPosition:
         self.epoch = self.batch = 0
         self.length = _measure_length(loader)
         self.begun: randomness.State | None = None
-        self.generators = LoaderGenerators(loader)
         self.has_own_state = is_stateful(loader)
         self._is_passed = False
         """True once a pass of this epoch has begun in this process."""
         self._left_out, self._is_resumed = 0, False
         self._stays_open = isinstance(loader, DataLoader) and loader.persistent_workers
+        # Processes of a loader have data sets of their own, whose states begin anew in each pass.
+        is_read_here = not self.has_own_state and not getattr(loader, "num_workers", 0)
+        self.generators = LoaderState(loader, reads_again=is_read_here and not self._can_leave_out_by_sampler())
         self._before: randomness.State | None = None
 
     def document(self) -> dict[str, Any]:
@@ -224,36 +229,55 @@ def _measure_length(loader: Any) -> int | None:
         return None
 
 
-class LoaderGenerators:
-    """Random generators of a loader and its samplers, with their present states and those when the pass began."""
+class LoaderState:
+    """Random generators of a loader and its samplers, with their present states and those when the pass began.
 
-    def __init__(self, loader: Any) -> None:
-        """Find the generators."""
+    If batches are read again, the data set also has to return to its state when the pass began: a stream that tells its
+    position would otherwise begin where it was at the snapshot.
+    """
+
+    def __init__(self, loader: Any, *, reads_again: bool) -> None:
+        """Find the generators, and the objects with a state.
+
+        Args:
+            loader: any iterable of batches.
+            reads_again: True if this process reads batches again in a resume.
+        """
         samplers = [getattr(loader, name, None) for name in _SAMPLERS]
         holders = [loader, *samplers, *(getattr(sampler, "sampler", None) for sampler in samplers)]
         found = [getattr(holder, "generator", None) for holder in holders]
         for holder in holders[1:]:
             found += [value for _, value in walk_members(holder, named=True)]
-        self._held = list({id(value): value for value in found if is_generator(value)}.values())
+        held = [value for value in found if is_generator(value)]
+        self.data: list[Any] = []
+        """Data sets that tell their position."""
+        if reads_again:
+            data = getattr(loader, "dataset", None)
+            self.data = [value for _, value in walk_members(data, named=True) if _is_data(value)]
+        self._held = list({id(value): value for value in [*held, *self.data]}.values())
+        self._is_read_again = False
         self._begun = self._take()
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
     def _take(self) -> list[Any]:
-        return [take_state(generator) for generator in self._held]
+        return [copy.deepcopy(take_state(value)) for value in self._held]
 
     def note(self) -> None:
         """Store the states at the beginning of a pass."""
         self._begun = self._take()
 
     def rewind(self) -> None:
-        """Restore the states that `note` stored."""
+        """Restore the states that `note` stored, from which batches are read again."""
         self._put(self._begun)
+        self._is_read_again = True
 
     def _put(self, states: list[Any]) -> None:
-        for generator, state in zip(self._held, states, strict=False):
-            put_state(generator, state)
+        for value, state in zip(self._held, states, strict=False):
+            # A data set has come to its state by being read. To set it would move the beginning of the next pass.
+            if not self._is_read_again or is_generator(value):
+                put_state(value, state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states when the pass began, and the present ones."""
@@ -263,6 +287,17 @@ class LoaderGenerators:
         """Restore what `state_dict` returned."""
         self._begun = list(state["begun"])
         self._put(state["now"])
+
+
+def _is_data(value: object) -> bool:
+    """Return whether an object is a data set with a small state, not a model in it, and snapshots can keep this."""
+    if not is_stateful(value) or isinstance(value, nn.Module | torch.optim.Optimizer):
+        return False
+    try:
+        encode_value(take_state(value))
+    except Exception:  # noqa: BLE001  # NotEncodable, or any error of the user's `state_dict`
+        return False
+    return True
 
 
 class _RestOfSampler:

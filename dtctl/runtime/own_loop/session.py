@@ -289,9 +289,9 @@ class Session:
             return False
         number, lr = self.steps_done + 1, self._step.lr
         self._step.record_gradient(self._recorder, number)
-        norm = self._step.clip_gradient(is_logged=self._snapshots.is_logged(number))
+        norm, rates = self._step.clip_gradient(is_logged=self._snapshots.is_logged(number)), self._step.rates
         self._step.apply()
-        self._end_optimizer_step(number, lr, norm)
+        self._end_optimizer_step(number, lr, norm, rates)
         return True
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -318,7 +318,7 @@ class Session:
         Raises:
             PlanError: there is no optimizer of this name, or its parameters have no gradient.
         """
-        self._step.update(names)
+        self._step.update(names, is_logged=self._snapshots.is_logged(self.steps_done + 1))
 
     def end_step(self, loss: torch.Tensor | None = None) -> None:
         """Count an optimizer step that the loop has made, with `update` or by itself; collective.
@@ -336,12 +336,16 @@ class Session:
         self.batches.is_taken = False
         number, lr, self._step.loss = self.steps_done + 1, self._step.lr, None if loss is None else loss.detach()
         self._step.record_gradient(self._recorder, number)
+        rates = self._step.rates
         self._step.end_updates()
-        self._end_optimizer_step(number, lr, None)
+        norm, norms = self._step.pop_update_norms()
+        self._end_optimizer_step(number, lr, norm, norms | rates)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    def _end_optimizer_step(self, number: int, lr: float, norm: torch.Tensor | None) -> None:
+    def _end_optimizer_step(
+        self, number: int, lr: float, norm: torch.Tensor | None, measured: Mapping[str, float]
+    ) -> None:
         """Report a step, compare it with its record, and agree on a stop or a snapshot; collective over all workers."""
         self.steps_done, self._step.passes = number, 0
         if self._wrapped.buckets is not None:
@@ -357,8 +361,8 @@ class Session:
             return  # a step only for the record, which the next attempt repeats
         samples = self.batches.pop_samples()
         if self._snapshots.is_logged(number) and self._step.loss is not None:
-            sizes = BatchSizes(micro=samples, accumulate=1, world_size=self.worker.world_size)
-            self._report.log(number, self._step.loss, lr, norm, sizes, {}, {})
+            sizes = BatchSizes(micro=samples, accumulate=1, world_size=self.worker.world_size) if samples else None
+            self._report.log(number, self._step.loss, lr, norm, sizes, {}, measured)
         decision = self._agreement.exchange_wishes(
             number, stop=self._stop.is_asked, save=self._snapshots.is_time()
         )  # fmt: skip

@@ -18,7 +18,7 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.exactness import program_fingerprint, run_conditions
 from dtctl.runtime.exactness.record import StepRecorder
 from dtctl.runtime.exactness.resume_check import ResumeCheck
-from dtctl.runtime.exactness.stateful import StatefulObjects
+from dtctl.runtime.exactness.stateful import StatefulObjects, put_encoded_state, require_stateful
 from dtctl.runtime.frozen_weights import FrozenWeights
 from dtctl.runtime.own_loop.position import DataPosition
 from dtctl.runtime.own_loop.wrappers import WrappedModel
@@ -82,12 +82,9 @@ class SessionSnapshots:
         self._config, self._worker, self._report, self._position = config, worker, report, position
         self.folder = snapshot_saver.choose_snapshot_folder(config.snapshot, os.environ)
         extra = {**extra_state, **kept}
-        program_fingerprint.require_stateful(extra, where="dtctl.runtime.session")
-        self.check = ResumeCheck(
-            lambda: StepRecorder(worker, model.module, optimizer), config=config, worker=worker, folder=self.folder,
-            report=report,
-        )  # fmt: skip
-        self.recorder = self.check.recorder
+        require_stateful(extra, where="dtctl.runtime.session")
+        self.recorder = StepRecorder(worker, model.module, optimizer)
+        self.check = ResumeCheck(self.recorder, config=config, worker=worker, folder=self.folder, report=report)
         self._extra = {**extra, **({LOADER: position.generators} if position.generators else {})}
         if model.buckets is not None:
             self._extra[BUCKETS] = model.buckets
@@ -101,14 +98,15 @@ class SessionSnapshots:
         roots = {"model": model.module, "optimizer": optimizer, "loader": data}
         roots |= {f"extra_state.{name}": value for name, value in extra_state.items()}
         # The order of DDP's buckets is brought back before the state of the program is looked at for changes.
-        apart = [self, position, *self._extra.values(), *getattr(optimizer, "optimizers", ())]
+        apart = [
+            self, position, *self._extra.values(), *position.generators.data, *getattr(optimizer, "optimizers", ())
+        ]  # fmt: skip
         account = program_fingerprint.build_program_fingerprint(
-            StatefulObjects(roots, model=model.module, apart=[each for each in apart if each not in roots.values()]),
+            StatefulObjects(roots, apart=[each for each in apart if each not in roots.values()]),
             {name: root for name, root in roots.items() if root is not data},
             DatasetExamination(),
-            model=model.module,
+            worker,
             extra=self._extra,
-            worker=worker,
         )
         self.state = TrainingState(
             model=model.module,
@@ -288,7 +286,7 @@ class SessionSnapshots:
         own = self._find_local_state(rank) or {}
         kept = own.get(program_fingerprint.EXTRA, {}).get(BUCKETS)
         if kept is not None and self._buckets is not None:
-            program_fingerprint.put_encoded_state(self._buckets, kept)
+            put_encoded_state(self._buckets, kept)
 
     def restore_generators(self) -> None:
         """Restore the random states of the snapshot once, when the loader has reached its position."""

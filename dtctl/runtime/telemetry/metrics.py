@@ -93,8 +93,8 @@ class MetricsWriter:
         *,
         loss: float,
         lr: float,
-        grad_norm: float,
-        samples: int,
+        grad_norm: float | None,
+        samples: int | None,
         tokens: int | None,
         extra: Mapping[str, float],
         measured: Callable[[float], Mapping[str, float]] = lambda _: {},
@@ -105,8 +105,8 @@ class MetricsWriter:
             step: number of steps done.
             loss: mean loss over the step's global batch.
             lr: learning rate of the step.
-            grad_norm: 2-norm of the whole gradient before clipping.
-            samples: number of samples in a global batch.
+            grad_norm: 2-norm of the whole gradient before clipping; None if it is not known.
+            samples: number of samples in a global batch; None if it is not known.
             tokens: number of tokens in a global batch; None if samples have none.
             extra: further values, such as those of an evaluation.
             measured: returns values that do not appear on stdout, given the number of samples per second.
@@ -118,12 +118,12 @@ class MetricsWriter:
             "step": step,
             "loss": loss,
             "lr": lr,
-            "grad_norm": grad_norm,
+            **({} if grad_norm is None else {"grad_norm": grad_norm}),
             "step_s": round(step_s, 6),
-            "samples_per_s": round(samples / step_s, 3),
+            **({} if samples is None else {"samples_per_s": round(samples / step_s, 3)}),
             "tokens_per_s": None if tokens is None else round(tokens / step_s, 1),
             "time": round(time.time(), 3),
-            **measured(samples / step_s),
+            **measured((samples or 0) / step_s),
             **extra,
         }
         # JSON has no NaN and no infinity, so a diverged loss is null there, and written out on stdout.
@@ -156,14 +156,14 @@ class MetricsWriter:
             write()
 
     def _format_metrics_line(self, row: Mapping[str, Any], extra: Mapping[str, float]) -> str:
-        speed = (
-            f"{row['tokens_per_s']:,.0f} tokens/s" if row["tokens_per_s"] else f"{row['samples_per_s']:,.0f} samples/s"
-        )
+        tokens, samples = row["tokens_per_s"], row.get("samples_per_s")
+        speed = f"  {tokens:,.0f} tokens/s" if tokens else "" if samples is None else f"  {samples:,.0f} samples/s"
+        norm = f"grad {row['grad_norm']:.2f}  " if "grad_norm" in row else ""
         width = len(str(self.steps))
         of = f"/{self.steps}" if self.steps else ""
         line = (
             f"step {row['step']:>{width}}{of}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  "
-            f"grad {row['grad_norm']:.2f}  {row['step_s'] * 1e3:.1f} ms/step  {speed}"
+            f"{norm}{row['step_s'] * 1e3:.1f} ms/step{speed}"
         )
         waited = row.get("data_wait", 0.0)
         if waited > WORTH_SAYING and waited * row["step_s"] > NOTICED_S:

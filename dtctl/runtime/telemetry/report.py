@@ -114,7 +114,7 @@ class TrainingReport:
         loss: torch.Tensor | None,
         lr: float,
         norm: torch.Tensor | None,
-        batch: BatchSizes,
+        batch: BatchSizes | None,
         extra: Mapping[str, float],
         beside: Mapping[str, float],
         mean: float | None = None,
@@ -126,8 +126,8 @@ class TrainingReport:
             loss: this worker's share of the mean. None: this worker has no loss for the step, and the mean of the other
                 workers is used.
             lr: learning rate of the step.
-            norm: norm of the gradient, before clipping.
-            batch: sizes of the step's batch.
+            norm: norm of the gradient, before clipping; None if it is not known.
+            batch: sizes of the step's batch; None if they are not known.
             extra: further values, such as those of an evaluation.
             beside: further values that do not appear on stdout.
             mean: mean loss, if it was already exchanged.
@@ -155,9 +155,9 @@ class TrainingReport:
             step,
             loss=mean,
             lr=lr,
-            grad_norm=float(norm) if norm is not None else 0.0,
-            samples=batch.total,
-            tokens=self._tokens and self._tokens * batch.total,
+            grad_norm=None if norm is None else float(norm),
+            samples=None if batch is None else batch.total,
+            tokens=None if batch is None or not self._tokens else self._tokens * batch.total,
             extra=extra,
             measured=lambda samples_per_s: measured | self._use.compute_mfu(samples_per_s),
         )

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pkgutil
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+from dtctl.doctor import examine
 from dtctl.doctor.checks import network
+from dtctl.doctor.checks import node as node_checks
 from dtctl.doctor.checks.hardware import busy_gpus, dead_ports
 from dtctl.doctor.findings import CHECKS, Finding, choose_covering_nodes, odd_ones, order_findings
 from dtctl.doctor.node_report import NodeReport
 from dtctl.nccl.interfaces import choose_interface
+from dtctl.spec.load import parse_spec
 from tests.facts import missing
 
 
@@ -200,6 +204,36 @@ def test_what_was_not_made_is_neither_ok_nor_wrong() -> None:
         ("mtu", "ok", ""),
     ]
     assert not any(one.primary for one in found)
+
+
+@pytest.mark.parametrize(
+    ("torch", "statuses"),
+    [({"a": None, "b": None}, ["fail"]), ({"a": "2.13.0", "b": None}, []), ({"a": "unknown", "b": None}, [])],
+)
+def test_a_job_that_needs_torch_cannot_train_without_it(torch: dict[str, str | None], statuses: list[str]) -> None:
+    """Where some nodes have it, the nodes differ, which another finding says."""
+    facts = {name: {"job": {"python": "3.11.2", "torch": version}} for name, version in torch.items()}
+    reports = [NodeReport(name=name, address=name, facts=each) for name, each in facts.items()]
+    found = list(node_checks.check_torch_exists(reports, "kind torchrun"))
+    assert [finding.status for finding in found] == statuses
+    assert all(not missing(finding.summary, "a b torch torchrun") for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "needs"),
+    [
+        ("cluster: {}\njob: {script: t.py}", True),
+        ("cluster: {}\njob: {script: t.py, kind: direct}", False),
+        ("cluster: {}\njob: {script: t.py, kind: direct}\ntrain: {strategy: ddp}", True),
+        ("cluster: {}\njob: {command: 'true'}", False),
+        ("cluster: {}\njob: {script: t.py, setup: ['. venv/bin/activate']}", False),
+        ("cluster: {}\njob: {script: t.py, environment: {requirements: r.txt}}", False),
+        ("cluster: {nodes: [a]}", False),
+    ],
+)
+def test_what_of_a_job_needs_torch(text: str, needs: bool, tmp_path: Path) -> None:
+    spec = parse_spec(text, source="dtctl.yaml", base_dir=tmp_path)
+    assert bool(examine._find_need_of_torch(spec)) is needs
 
 
 def test_a_node_behind_a_tunnel_is_no_matter_of_routes() -> None:

@@ -1,8 +1,10 @@
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from dtctl.launch.control import first_failure
 from dtctl.launch.control.failure import (
     Failure,
     describe_failure,
@@ -142,3 +144,31 @@ def test_who_left_without_an_error_is_the_cause_of_lost_connections() -> None:
     assert describe_failure(said) == "left the training after step 3 of 12, before the others"
     for line in ("ValueError: x", "Traceback (most recent call last):", "dtctl: error: x", "Broken pipe"):
         assert from_early_exit(lost, node="b", rank=1, early_exit="ended", tail=(line, "end")) is None
+
+
+class Printed:
+    """Output of one worker."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def tail(self, node: str, rank: int) -> str:
+        return self.text
+
+    def path(self, node: str, rank: int) -> Path:
+        return Path(node, str(rank))
+
+
+@pytest.mark.parametrize(
+    ("printed", "summary"),
+    [
+        ("step 3\nseen: 16", "was ended by signal 11 (SIGSEGV); its last line: seen: 16"),
+        ("", "was ended by signal 11 (SIGSEGV)"),
+        ("ValueError: no\nseen: 16", "ValueError: no"),
+    ],
+)
+def test_what_a_worker_printed_last_is_not_why_a_signal_ended_it(printed: str, summary: str) -> None:
+    failed = Failure(node="a", rank=0, exit_code=139, signal=11, time=1.0)
+    found = first_failure.first_failure([failed], [], Printed(printed))
+    assert found is not None
+    assert found.summary == summary

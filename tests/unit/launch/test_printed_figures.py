@@ -158,6 +158,15 @@ def test_a_bar_of_each_epoch_is_one_bar() -> None:
     ]
 
 
+@pytest.mark.parametrize("place", ["rank 0/2 host node1 starts", "[GPU0/8] ready", "shard 3/128 ", "Loading 1/4 files"])
+def test_a_pair_of_numbers_that_stays_counts_no_steps(place: str) -> None:
+    losses = [f"epoch {epoch} loss {2.5 - epoch / 10}" for epoch in range(3)]
+    assert list_figures([place, *losses]) == []
+    assert list_figures([f"{place} {loss}" for loss in losses]) == []
+    counted = [f"{place} step {step} loss 1.5" for step in (1, 2)]
+    assert [row["step"] for row in list_figures(counted)] == [1, 2]
+
+
 def test_a_pattern_of_the_user_is_taken_in_place_of_the_usual_forms() -> None:
     pattern = re.compile(r"done (?P<step>\d+), error (?P<loss>[\d.]+)")
     assert list_figures(["loss 4 step 2", "done 7, error 0.25"], pattern) == [{"step": 7, "loss": 0.25}]

@@ -87,6 +87,25 @@ class Bucketed(Sampler[list[int]]):
         return (len(self.lengths) + self.size - 1) // self.size
 
 
+class Positioned(IterableDataset[torch.Tensor]):
+    """A stream that tells its position; a pass begins there once it was set, as in Hugging Face's data sets."""
+
+    def __init__(self) -> None:
+        self.texts, self.at, self.first = Texts(), 0, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.at, self.first = self.first, 0
+        while self.at < COUNT:
+            self.at += 1
+            yield self.texts[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at % COUNT}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["at"]
+
+
 class Stream(IterableDataset[torch.Tensor]):
     """A stream with a shuffle buffer, divided among the processes that read it."""
 
@@ -130,6 +149,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "batch sampler": lambda: DataLoader(
         Texts(), batch_sampler=BatchSampler(range(COUNT), 6, drop_last=False), collate_fn=pad
     ),
+    "stream with a position": lambda: DataLoader(Positioned(), batch_size=6, collate_fn=pad),
     "stream": lambda: DataLoader(Stream(), batch_size=6, collate_fn=pad),
     "processes": lambda: DataLoader(Stream(), batch_size=6, collate_fn=pad, num_workers=2),
     "plain processes": lambda: DataLoader(Texts(), batch_size=6, shuffle=True, collate_fn=pad, num_workers=2),
@@ -137,7 +157,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def settings_of(kind: str) -> dict[str, Any]:
-    is_stream = kind in ("stream", "processes")
+    is_stream = "stream" in kind or kind == "processes"
     return {**SETTINGS, "micro_batch": None, **({"epochs": None, "steps": 16} if is_stream else {})}
 
 

@@ -91,6 +91,74 @@ class WithState:
         self.at = state["at"]
 
 
+class Positioned(Stream):
+    """A stream that tells its position; a pass begins there once it was set, as in Hugging Face's data sets."""
+
+    def __init__(self) -> None:
+        self.data, self.at, self.first = Noisy(), 0, 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self.at, self.first = self.first, 0
+        while self.at < len(self.data):
+            self.at += 1
+            yield self.data[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at % len(self.data)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["at"]
+
+
+class Endless(Positioned):
+    """A stream whose next pass begins where the last one has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = Noisy(8 * BATCHES * EPOCHS)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            self.at += 1
+            yield self.data[self.at - 1]
+            if self.at % (8 * BATCHES) == 0:
+                return
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Around(Stream):
+    """A stream that transforms another one."""
+
+    def __init__(self) -> None:
+        self.inner = Positioned()
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from ((inputs * 2, target) for inputs, target in self.inner)
+
+
+class Batches:
+    """A loader of the program's own, which does not tell its position."""
+
+    def __init__(self) -> None:
+        self.dataset = Endless()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DataLoader(self.dataset, 8))
+
+
+class Jitter:
+    """A collate function that draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.source = np.random.default_rng(3)
+
+    def __call__(self, rows: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        jitter = torch.from_numpy(self.source.standard_normal((len(rows), 4))).float()
+        return torch.stack([row[0] for row in rows]) + 0.1 * jitter, torch.stack([row[1] for row in rows])
+
+
 def list_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return list(DataLoader(Noisy(), 8))
 
@@ -103,6 +171,13 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "own sampler": lambda: DataLoader(data := Noisy(), 8, sampler=OwnOrder(data)),
     "processes": lambda: DataLoader(Noisy(), 8, shuffle=True, num_workers=2),
     "stream": lambda: DataLoader(Stream(), 8),
+    "stream with a position": lambda: DataLoader(Positioned(), 8),
+    "stream that goes on": lambda: DataLoader(Endless(), 8),
+    "stream around a stream": lambda: DataLoader(Around(), 8),
+    "stream with a position in processes": lambda: DataLoader(Positioned(), 8, num_workers=1),
+    "stream and jitter": lambda: DataLoader(Stream(), 8, collate_fn=Jitter()),
+    "jitter": lambda: DataLoader(Noisy(), 8, shuffle=True, collate_fn=Jitter()),
+    "own loader of a stream": Batches,
     "list": list_batches,
     "with state": WithState,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -106,3 +107,43 @@ def test_several_optimizers_are_continued(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(map(torch.equal, straight, run(6)))
     with raises(SystemExit, "10"):
         run(8, torch.optim.RMSprop)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_metrics_have_the_gradients_and_rates_of_each_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    models = {"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)}
+    steps = {"a": torch.optim.SGD(models["a"].parameters(), 0.1), "b": torch.optim.SGD(models["b"].parameters(), 0.2)}
+    with session(models, steps, clip=clip, log_every=1) as s:
+        for name, scale in (("a", 3.0), ("b", 4.0)):
+            s.backward(models[name](torch.tensor([[scale, 0.0]])).sum())
+            s.update(name)
+        s.end_step(torch.tensor(1.0))
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    wanted = {"lr_a": 0.1, "lr_b": 0.2, "grad_norm": 5.0, "grad_norm_a": 3.0, "grad_norm_b": 4.0}
+    assert {key: row[key] for key in wanted} == pytest.approx(wanted)
+    assert "samples_per_s" not in row, "a session without a loader does not know it"
+
+
+@pytest.mark.torch
+def test_what_a_loop_does_itself_is_left_out_of_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with session(model, optimizer, log_every=1) as s:
+        loss = model(torch.ones(4, 2)).mean()
+        loss.backward()
+        optimizer.step()
+        s.end_step(loss)
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert not {"grad_norm", "samples_per_s"} & row.keys()
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step"))
+    assert "grad" not in line
+    assert "samples" not in line

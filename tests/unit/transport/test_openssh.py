@@ -194,6 +194,10 @@ def test_a_shell_that_waits_for_its_command_ends_by_itself(shell: str, given: by
         ("ssh: Could not resolve hostname a: Name or service not known\r\n", "", ConnectError, "resolved: Name",
          "spelling"),
         ("ssh: connect to host a port 22: Connection timed out\r\n", "", ConnectError, "no answer", "firewall"),
+        (
+            "Connection timed out during banner exchange\r\nConnection to 10.0.0.1 port 22 timed out\r\n", "",
+            ConnectError, "accepts connections", "console",
+        ),
         ("ssh: connect to host a port 22: No route to host\r\n", "", ConnectError, "No route to host", "ssh -o"),
         ("me@a: Permission denied (publickey).\r\n", "", AuthError, "Permission denied", "ssh-add"),
         ("me@a: Permission denied (publickey,password).\r\n", "", AuthError, "denied", "ssh-copy-id"),

@@ -185,7 +185,7 @@ def test_whatever_answers_instead_of_ssh_is_a_connect_error(server: socket.socke
 
 def test_silence_and_refusal_are_told_apart(server: socket.socket) -> None:
     silent = replace(target_of(server), connect_timeout_s=0.3)
-    with raises(ConnectError, "answer"):
+    with raises(ConnectError, "accepts connections sends nothing"):
         SshTransport().connect(silent)
     server.close()
     with raises(ConnectError, "refuses connections"):
