@@ -34,6 +34,7 @@ OF_ONE_BACK_END: Final = {
     "allocated": "Slurm chooses the nodes, which the plan of a launch over SSH names",
     "pushing": "a job's folder is on a disk that all nodes share",
     "pushed": "a job's folder is on a disk that all nodes share",
+    "push": "a job's folder is on a disk that all nodes share",
     "plan.nodes": "Slurm chooses the nodes",
     "note": "Slurm is asked what it has left on a lost node, which over SSH nobody can be",
     "done.outputs": "all nodes of a job write into one folder, so its files are counted once",
