@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtctl import names
 from dtctl.errors import PlanError
 from dtctl.runtime import session
 from dtctl.runtime.own_loop.several_models import join_optimizers
@@ -18,6 +19,16 @@ from tests.facts import raises
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 EXAMPLE = Path(__file__).parents[3] / "examples/several_models.py"
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which a process trains without a launcher."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    for name in (names.SNAPSHOT_DIR, names.METRICS, names.TRAIN_CONFIG, names.RUN_DIR, names.WORLD_SIZE):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
 
 
 def train(folder: Path, kind: str, workers: int, *options: str) -> forked.Ended:
@@ -111,11 +122,7 @@ def test_several_optimizers_are_continued(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.torch
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_metrics_have_the_gradients_and_rates_of_each_optimizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float | None
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["train.py"])
+def test_metrics_have_the_gradients_and_rates_of_each_optimizer(alone: Path, clip: float | None) -> None:
     models = {"a": nn.Linear(2, 1, bias=False), "b": nn.Linear(2, 1, bias=False)}
     steps = {"a": torch.optim.SGD(models["a"].parameters(), 0.1), "b": torch.optim.SGD(models["b"].parameters(), 0.2)}
     with session(models, steps, clip=clip, log_every=1) as s:
@@ -123,18 +130,14 @@ def test_metrics_have_the_gradients_and_rates_of_each_optimizer(
             s.backward(models[name](torch.tensor([[scale, 0.0]])).sum())
             s.update(name)
         s.end_step(torch.tensor(1.0))
-    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    row = json.loads((alone / "metrics.jsonl").read_text())
     wanted = {"lr_a": 0.1, "lr_b": 0.2, "grad_norm": 5.0, "grad_norm_a": 3.0, "grad_norm_b": 4.0}
     assert {key: row[key] for key in wanted} == pytest.approx(wanted)
     assert "samples_per_s" not in row, "a session without a loader does not know it"
 
 
 @pytest.mark.torch
-def test_what_a_loop_does_itself_is_left_out_of_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["train.py"])
+def test_what_a_loop_does_itself_is_left_out_of_metrics(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
     with session(model, optimizer, log_every=1) as s:
@@ -142,7 +145,7 @@ def test_what_a_loop_does_itself_is_left_out_of_metrics(
         loss.backward()
         optimizer.step()
         s.end_step(loss)
-    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    row = json.loads((alone / "metrics.jsonl").read_text())
     assert not {"grad_norm", "samples_per_s"} & row.keys()
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step"))
     assert "grad" not in line
