@@ -366,15 +366,17 @@ def on_slurm(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -> 
 
 def for_kubernetes(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -> None:
     """The spec that stands there."""
-    told = re.findall(r"```yaml\n(cluster:.*?)```", (ROOT / "docs/guides/kubernetes.md").read_text(), re.DOTALL)[0]
+    page = (ROOT / "docs/guides/kubernetes.md").read_text()
+    told = re.findall(r"```yaml\n((?:#[^\n]*\n)?cluster:.*?)```", page, re.DOTALL)[0]
     (shell.folder / "dtctl.yaml").write_text(told)
     (shell.folder / "train.py").write_text("")
     plain(shell, lines, request)
 
 
 def to_lint(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -> None:
-    """A file with nothing to find."""
+    """A file with nothing to find, and a spec that sends it."""
     (shell.folder / "train.py").write_text("VALUE = 1\n")
+    (shell.folder / "dtctl.yaml").write_text("cluster: {transport: local}\njob: {script: train.py}\n")
     plain(shell, lines, request)
 
 
@@ -486,7 +488,7 @@ SCENES: dict[tuple[str, str], Scene] = {
     ("docs/guides/gpu.md", "dtctl doctor --gpu"): to_examine,
     ("docs/guides/gpu.md", "dtctl launch --nodes gpu01 --slots 1 -- train.py"): over_ssh,
     ("docs/guides/gpu.md", "make gpu"): plain,
-    ("docs/guides/lint.md", "dtctl lint train.py"): to_lint,
+    ("docs/guides/lint.md", "dtctl lint"): to_lint,
     ("docs/guides/experts.md", "dtctl advise --config config.json --gpus 64 --seq 4096 --batch 256"): to_divide_experts,
     ("docs/guides/machines.md", "dtctl init my-gpt --launcher ssh"): own_machines,
     ("docs/guides/machines.md", "dtctl launch --nodes gpu01,gpu02 --slots 8 -- train.py --lr 1e-3"): over_ssh,

@@ -105,7 +105,9 @@ class Rig:
             self.sh(node, f"cat > {folder}/{name}; chmod 600 {folder}/{name}", text)
         config = SERVER.format(port=port, folder=folder)
         self.sh(node, f"cat > {folder}/config", options.replace("{folder}", folder) + "\n" + config)
+        # It goes into the background before it listens, and writes the number of its process after that.
         self.sh(node, f"/usr/sbin/sshd -f {folder}/config -E {folder}/log")
+        self.sh(node, f"timeout 30 sh -c 'until [ -s {folder}/pid ]; do sleep 0.02; done'")
         self._servers.append((node, folder))
         public = " ".join(self.sh(node, f"cat {folder}/host_key.pub").split()[:2])
         server = Server(node.address, port, public)
