@@ -16,7 +16,7 @@ import pytest
 
 from dtctl.sandbox import control
 from dtctl.sandbox.layout import Sandbox
-from tests.hosts import LIMIT_S, Project
+from tests.hosts import LIMIT_S, Project, wait_until
 from tests.integration.slurm_hosts import cluster, shared
 
 __all__ = ["cluster", "shared"]
@@ -52,6 +52,7 @@ def impatient(sandbox: Sandbox) -> Iterator[Path]:
     (folder / "conf").write_text(SSHD.format(state=sandbox.state, folder=folder))
     argv = ["/usr/sbin/sshd", "-E", str(folder / "log"), "-f", str(folder / "conf")]
     subprocess.run(control.enter_argv(sandbox, node, argv), check=True)
+    wait_until((folder / "pid").exists, what="the server listens")
     yield folder
     end = ["sh", "-c", f"kill $(cat {folder}/pid)"]
     subprocess.run(control.enter_argv(sandbox, node, end), check=True)
