@@ -28,7 +28,8 @@ class Follow(Hook):
     @torch.no_grad()
     def after_step(self, training):
         pair = training.model
-        for slow, fast in zip(pair.teacher.parameters(), pair.student.parameters(), strict=True):
+        weights = pair.teacher.parameters(), pair.student.parameters()
+        for slow, fast in zip(*weights, strict=True):
             slow.lerp_(fast, 0.05)
 
 
