@@ -82,12 +82,12 @@ def clean(
 def _choose_items(plan: CleanPlan, *, yes: bool, others: bool, ask: bool) -> list[RemovableItem]:
     """Return the items that the user agrees to remove; those of other folders need an agreement of their own."""
     if yes:
-        return plan.items if others else plan.own
+        return plan.items if others else plan.own_items
     if not ask:
         return []
     chosen = []
-    if plan.own and _confirm_removal("remove all of this? [y/N] "):
-        chosen += plan.own
+    if plan.own_items and _confirm_removal("remove all of this? [y/N] "):
+        chosen += plan.own_items
     if plan.foreign and _confirm_removal("remove what other folders have launched? [y/N] "):
         chosen += plan.foreign
     return chosen
@@ -95,7 +95,7 @@ def _choose_items(plan: CleanPlan, *, yes: bool, others: bool, ask: bool) -> lis
 
 def _print_removal(plan: CleanPlan, chosen: Sequence[RemovableItem]) -> None:
     """Print how much was removed, and the options that remove the rest."""
-    own = [item for item in plan.own if item not in chosen]
+    own = [item for item in plan.own_items if item not in chosen]
     foreign = [item for item in plan.foreign if item not in chosen]
     words = [f"removed {_format_total_size(chosen)}" if chosen else "nothing was removed"]
     if own:
@@ -146,9 +146,9 @@ def _print_removal_plan(plan: CleanPlan, rule: CleanRule, older: str, larger: st
     if not plan.items:
         output.print_stderr(_explain_no_removal(plan.below_limits, rule, older, larger))
         return
-    if plan.own:
-        _print_items(plan.own)
-    if plan.own and plan.foreign:
+    if plan.own_items:
+        _print_items(plan.own_items)
+    if plan.own_items and plan.foreign:
         output.print_stdout("")
     if plan.foreign:
         output.print_stdout(

@@ -72,7 +72,7 @@ class CleanPlan:
     """Errors of the nodes that could not be queried, by node."""
 
     @property
-    def own(self) -> list[RemovableItem]:
+    def own_items(self) -> list[RemovableItem]:
         """Return the items that no other folder has launched: runs of this folder, and caches."""
         return [item for item in self.items if item not in self.foreign]
 

@@ -36,7 +36,7 @@ class Binding:
     """Index of the item in the unpacked value."""
 
     @property
-    def origin(self) -> ast.expr | None:
+    def origin_value(self) -> ast.expr | None:
         """Return the assigned value, or the value that was unpacked."""
         return self.value or self.whole
 

@@ -1,4 +1,4 @@
-"""What the imports of a script show: modules that a node imports once for all its workers, and a loop of its own."""
+"""Imports of a script: modules that a node imports once for all its workers, and signs of a loop of its own."""
 
 from __future__ import annotations
 

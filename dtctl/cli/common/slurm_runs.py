@@ -74,7 +74,7 @@ def launch_job(
         for note in list_push_warnings(spec, code.tree) if code is not None else ():
             emit(note)
         print_run_header(run, plan.kind, "slurm", nodes=len(plan.nodes), workers=plan.world_size)
-        if resume is not None and not _has_earlier_state(spec, site, resume):
+        if resume is not None and not _has_earlier_job_state(spec, site, resume):
             emit(Note(text=describe_fresh_start(spec, resume), warning=True))
         with record.launcher_lock(), caught_signals() as signals:
             try:
@@ -106,7 +106,7 @@ def _digest_of(environment: EnvironmentPush | None) -> str:
     return environment.locked.digest if environment is not None else ""
 
 
-def _has_earlier_state(spec: Spec, site: CommandHost, earlier: str) -> bool:
+def _has_earlier_job_state(spec: Spec, site: CommandHost, earlier: str) -> bool:
     """Return False if the program keeps its own state, and an earlier job has left no file of it."""
     from dtctl.launch.continuation import keeps_own_state, list_state_paths
     from dtctl.launch.records.record import find_run

@@ -82,14 +82,14 @@ class _MeasuredLink:
     """Round trip that the load of an end explains."""
 
     @property
-    def loss(self) -> float:
+    def lost_share(self) -> float:
         """Return the share of lost packets."""
         return _compute_packet_loss(self.tries)
 
     @property
     def is_lossy(self) -> bool:
         """Return whether the link loses packets, more than its ends do."""
-        return _always_lossy(self.tries) and self.loss >= max(LOSS, 2 * self.own_loss)
+        return _always_lossy(self.tries) and self.lost_share >= max(LOSS, 2 * self.own_loss)
 
     @property
     def is_slow(self) -> bool:
@@ -103,14 +103,14 @@ class _MeasuredLink:
         return _has_high_latency(self.tries, self.own_trip_ms)
 
     @property
-    def duplicates(self) -> bool:
+    def has_duplicates(self) -> bool:
         """Return whether packets arrive twice."""
         return _compute_duplicate_rate(self.tries) >= TWICE
 
     @property
-    def breaks(self) -> bool:
+    def is_breaking(self) -> bool:
         """Return whether connections break. TCP over a link that loses packets may stall and then continue."""
-        return _is_always_broken(self.tries) and self.loss < LOSS and not has_never_connected(self.tries)
+        return _is_always_broken(self.tries) and self.lost_share < LOSS and not has_never_connected(self.tries)
 
 
 def _collect_measured_links(
@@ -136,11 +136,11 @@ def check_links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         return
     usual, usual_trip = _compute_usual_bandwidth(_collect_best_rates(tries_of)), _usual_trip(tries_of)
     links = _collect_measured_links(reports, usual, usual_trip)
-    breaking = _select_confirmed(links, lambda link: link.breaks)
+    breaking = _select_confirmed(links, lambda link: link.is_breaking)
     slow = _select_confirmed(links, lambda link: link.is_slow)
     if breaking:
         yield _build_breaking_finding(breaking)
-    if duplicating := _select_confirmed(links, lambda link: link.duplicates):
+    if duplicating := _select_confirmed(links, lambda link: link.has_duplicates):
         rates = {way: _compute_duplicate_rate(link.tries) for way, link in duplicating.items()}
         yield _build_link_finding(
             "duplicate-packets",
@@ -151,7 +151,7 @@ def check_links(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             "(cat /proc/net/bonding/*; bridge link; sudo iptables -t mangle -S | grep TEE)",
         )
     if lossy := _select_confirmed(links, lambda link: link.is_lossy):
-        yield _build_loss_finding({way: link.loss for way, link in lossy.items()}, len(links))
+        yield _build_loss_finding({way: link.lost_share for way, link in lossy.items()}, len(links))
     if slow := {way: link for way, link in slow.items() if way not in breaking}:
         yield _build_bandwidth_finding(slow, usual, reports)
     if late := _select_confirmed(links, lambda link: link.is_late):

@@ -195,7 +195,9 @@ def _line_of_name(check: CheckContext, node: ast.Name, depth: int) -> int | None
 
 def _list_figure_values(module: SourceFile, node: ast.Name) -> list[tuple[int, ast.expr]]:
     """Return the values of a name, each with its line: those before the node or in its loop, or else all."""
-    values = [(binding.line, binding.origin) for binding in module.lookup(node) if binding.origin is not None]
+    values = [
+        (binding.line, binding.origin_value) for binding in module.lookup(node) if binding.origin_value is not None
+    ]
     values = [(line, value) for line, value in values if not _begins_empty(value)]
     loop = module.find_enclosing_node(node, (ast.For, ast.While))
     return [
@@ -259,7 +261,7 @@ def _is_computed_alone(module: SourceFile, value: ast.expr) -> bool:
                 if _REDUCES.search(text) or collective_called(module, part):
                     return False
         elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load):
-            bound = [one.origin for one in module.lookup(part)[-4:]]
+            bound = [one.origin_value for one in module.lookup(part)[-4:]]
             if any(one is not None and one is not value and _has_reduction(module, one) for one in bound):
                 return False
     return not isinstance(value, ast.List | ast.Dict | ast.JoinedStr | ast.ListComp)
@@ -282,7 +284,7 @@ def _reduced_meter(check: CheckContext, meter: ast.expr) -> bool:
             return True
     for call in list_calls_on(module, format_dotted_name(meter), "update"):
         parts = [part for given in call.args[:1] for part in ast.walk(given) if isinstance(part, ast.Name)]
-        bound = [binding.origin for part in parts for binding in module.lookup(part)]
+        bound = [binding.origin_value for part in parts for binding in module.lookup(part)]
         if any(_REDUCES.search(ast.unparse(one)) for one in (*call.args[:1], *bound) if one is not None):
             return True
         if any(_reduced_near(check, call, part.id) for part in parts):
@@ -294,7 +296,7 @@ def _reduced_near(check: CheckContext, node: ast.AST, name: str) -> bool:
     """Return whether a figure, or its input, is passed to a reducing function within the same function."""
     module = check.module
     scope = module.scope(node)
-    values = [binding.origin for binding in module.bindings.get((scope, name), ())]
+    values = [binding.origin_value for binding in module.bindings.get((scope, name), ())]
     text = " ".join(ast.unparse(value) for value in values if value is not None)
     reducing = [method for method in module.methods if re.search(r"reduce|gather|sync|average", method)]
     for call in [call for method in reducing for call in module.methods[method] if module.scope(call) is scope]:

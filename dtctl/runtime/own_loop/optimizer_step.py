@@ -71,15 +71,15 @@ class OptimizerStep:
         return float(next(iter(self._optimizers.values())).param_groups[0]["lr"])
 
     @property
-    def rates(self) -> dict[str, float]:
+    def named_rates(self) -> dict[str, float]:
         """Return the learning rate of each of several optimizers, as values of a line of metrics."""
         named = self._optimizers if len(self._optimizers) > 1 else {}
         return {f"lr_{name}": float(each.param_groups[0]["lr"]) for name, each in named.items()}
 
-    def pop_update_norms(self) -> tuple[torch.Tensor | None, dict[str, float]]:
-        """Return the norm over all updates of a step, and that of each of several; None if no norm was computed."""
+    def pop_update_norms(self, *, is_logged: bool) -> tuple[torch.Tensor | None, dict[str, float]]:
+        """Return the norm over all updates of a step, and that of each of several; None if none is logged."""
         norms, self._norms = self._norms, {}
-        if not norms:
+        if not (norms and is_logged):  # to read a norm would wait for the kernels of a GPU
             return None, {}
         named = norms if len(self._optimizers) > 1 else {}
         return torch.stack([*norms.values()]).norm(), {f"grad_norm_{name}": float(norm) for name, norm in named.items()}

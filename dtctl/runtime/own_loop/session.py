@@ -289,7 +289,7 @@ class Session:
             return False
         number, lr = self.steps_done + 1, self._step.lr
         self._step.record_gradient(self._recorder, number)
-        norm, rates = self._step.clip_gradient(is_logged=self._snapshots.is_logged(number)), self._step.rates
+        norm, rates = self._step.clip_gradient(is_logged=self._snapshots.is_logged(number)), self._step.named_rates
         self._step.apply()
         self._end_optimizer_step(number, lr, norm, rates)
         return True
@@ -336,9 +336,9 @@ class Session:
         self.batches.is_taken = False
         number, lr, self._step.loss = self.steps_done + 1, self._step.lr, None if loss is None else loss.detach()
         self._step.record_gradient(self._recorder, number)
-        rates = self._step.rates
+        rates = self._step.named_rates
         self._step.end_updates()
-        norm, norms = self._step.pop_update_norms()
+        norm, norms = self._step.pop_update_norms(is_logged=self._snapshots.is_logged(number))
         self._end_optimizer_step(number, lr, norm, norms | rates)
 
     # -- a step -------------------------------------------------------------------------------------------------------
