@@ -43,7 +43,7 @@ def state() -> State:
 
 
 def _load_ours(_: State, folder: Path) -> State:
-    good, rejected = read.newest_good(folder)
+    good, rejected = read.find_newest_good(folder)
     if good is None or rejected:
         raise ValueError(f"passed over: {rejected}")
     loaded: State = load.load(good)["model"]

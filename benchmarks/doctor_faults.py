@@ -121,7 +121,7 @@ class Hosts:
 
     def _ours(self, node: SandboxNode) -> list[int]:
         texts = ("torch.distributed.run", "JOB-IS-", "nc -l", "if ping -q")
-        return [pid for pid, line in control.host_processes(node).items() if any(text in line for text in texts)]
+        return [pid for pid, line in control.list_host_processes(node).items() if any(text in line for text in texts)]
 
 
 def gather(started: Mapping[str, subprocess.Popen[str]], limit_s: float) -> dict[str, str]:

@@ -135,7 +135,7 @@ class Clock:
 
     def answer(self, model: nn.Module, size: Size) -> dict[str, float]:
         """Figures of the blocks after the first."""
-        from dtctl.runtime.telemetry.hardware import peak_flops
+        from dtctl.runtime.telemetry.hardware import find_peak_flops
 
         block_s = statistics.median(b - a for a, b in zip(self.marks, self.marks[1:], strict=False))
         per_s = BLOCK * size.micro_batch * size.accumulate * size.context / block_s
@@ -143,7 +143,7 @@ class Clock:
         # Both passes: 6 per parameter (positions are looked up), and 12 for attention (PaLM, appendix B).
         flops = 6 * (count - size.context * size.embed) + 12 * size.layers * size.embed * size.context
         cuda = self.device.type == "cuda"
-        peak = peak_flops(torch.cuda.get_device_name(self.device), "bf16") if cuda else None
+        peak = find_peak_flops(torch.cuda.get_device_name(self.device), "bf16") if cuda else None
         return {
             "parameters": count,
             "tokens_per_s": round(per_s, 1),

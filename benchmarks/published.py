@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dtctl.advise.config import from_config
+from dtctl.advise.config import parse_model_config
 from dtctl.advise.hardware import Hardware, find_gpu_by_name
 from dtctl.advise.model import build_decoder_model
 from dtctl.advise.speed import estimate_step_speed
@@ -84,7 +84,7 @@ def cases(half: str, turn: int = 0) -> list[Case]:
 def _case(entry: dict[str, Any]) -> Case:
     numbers = dict(entry["model"])
     if "model_type" in numbers:
-        model = from_config(numbers, source=entry["name"], seq=numbers.pop("seq"), name=entry["name"])
+        model = parse_model_config(numbers, source=entry["name"], seq=numbers.pop("seq"), name=entry["name"])
     else:
         model = build_decoder_model(**numbers)
     recompute = entry["recompute"]

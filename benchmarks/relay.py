@@ -62,9 +62,9 @@ class Bench:
         place = ["dev", self.sandbox.bridge, "root"]
         if rate:
             shape = ["tbf", "rate", rate, "burst", "65536", "latency", "100ms"]
-            faults.in_network(self.sandbox, None, ["tc", "qdisc", "replace", *place, *shape])
+            faults.run_in_network(self.sandbox, None, ["tc", "qdisc", "replace", *place, *shape])
         else:
-            faults.in_network(self.sandbox, None, ["tc", "qdisc", "del", *place])
+            faults.run_in_network(self.sandbox, None, ["tc", "qdisc", "del", *place])
 
     def sent_bytes(self) -> int:
         """Return the bytes that have left the control machine for the hosts."""
@@ -141,7 +141,7 @@ class Bench:
                 time.sleep(0.01)
             is_in_time = process.poll() is None
             for node in killed:
-                for pid, line in control.host_processes(node).items():
+                for pid, line in control.list_host_processes(node).items():
                     if pid != node.pid and line and "sshd" not in line:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)

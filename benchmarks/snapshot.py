@@ -154,7 +154,7 @@ class Round:
                 state_.update(tensor.numpy().data.cast("B"))
 
         def verify() -> None:
-            verdict, _ = read.newest_good(self.near, {})
+            verdict, _ = read.find_newest_good(self.near, {})
             assert verdict is not None
 
         # Processor time: digests of several files are computed side by side. The sum is of words of 64 bits, the

@@ -83,9 +83,9 @@ def commands() -> str:
 
 def spec() -> str:
     """Every key of dtctl.yaml."""
-    from dtctl.spec.schema import json_schema
+    from dtctl.spec.schema import build_json_schema
 
-    schema = json_schema()
+    schema = build_json_schema()
     parts = [
         "# The spec\n",
         "Keys of `dtctl.yaml`. `dtctl validate` checks a file, `dtctl validate --schema` prints this as JSON Schema "

@@ -287,7 +287,7 @@ def identify_mount(fd: int) -> object:
     return os.fstat(fd).st_dev
 
 
-def memory_folder(run_dir: str) -> str:
+def choose_memory_folder(run_dir: str) -> str:
     """Return the folder on this node in which a run may keep snapshots in memory while it runs."""
     digest = zlib.crc32(os.fsencode(run_dir))
     return "/dev/shm/dtctl-%d-%s-%08x" % (os.getuid(), os.path.basename(run_dir), digest)  # noqa: S108 - made private

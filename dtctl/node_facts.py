@@ -41,7 +41,7 @@ def compute_port_candidates(seed: str) -> list[int]:
     return ports
 
 
-def first_free(ports: list[int]) -> int:
+def find_free_port(ports: list[int]) -> int:
     """Return the first port that nothing listens on; 0 when all are taken or none was given."""
     for port in ports:
         probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -66,7 +66,7 @@ def has_socket_at(port: int) -> bool:
     return False
 
 
-def address_towards(peer: str) -> str:
+def find_address_towards(peer: str) -> str:
     """This machine's address on the way to a numeric address; empty when there is no route.
 
     Asks the kernel's routing table by connecting a UDP socket, which sends nothing.
@@ -81,17 +81,17 @@ def address_towards(peer: str) -> str:
         probe.close()
 
 
-def interface_of(address: str) -> str:
+def find_interface_of(address: str) -> str:
     """Return the name of the interface with this primary address; empty when there is none."""
     if ":" in address:
         packed = socket.inet_pton(socket.AF_INET6, address.split("%", 1)[0]).hex()
         rows = [row.split() for row in read_system_file("/proc/net/if_inet6").splitlines()]
         return next((row[5] for row in rows if row[0] == packed), "")
     names = [str(name) for _, name in socket.if_nameindex()] if address else []
-    return next((name for name in names if ipv4_of(name) == address), "")
+    return next((name for name in names if read_interface_ipv4(name) == address), "")
 
 
-def ipv4_of(interface: str) -> str:
+def read_interface_ipv4(interface: str) -> str:
     """Primary IPv4 address of an interface; empty when it has none."""
     probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
@@ -103,12 +103,12 @@ def ipv4_of(interface: str) -> str:
         probe.close()
 
 
-def interface_towards(peer: str) -> str:
+def find_interface_towards(peer: str) -> str:
     """Return the name of the interface that packets to `peer` leave by; on `peer` itself, the one that has the address.
 
     Empty when there is no route, or when the address on the way is not the primary one of any interface.
     """
-    return interface_of(address_towards(peer))
+    return find_interface_of(find_address_towards(peer))
 
 
 def read_arp_neighbours(flags: int = 0) -> dict:  # type: ignore[type-arg]
@@ -130,7 +130,7 @@ def read_system_file(path: str) -> str:
         return ""
 
 
-def roce_address(port: str) -> str:
+def detect_roce_address(port: str) -> str:
     """Return whether an RDMA port has an address for RoCE v2 over IPv4: yes, no, or empty if unknown.
 
     Args:
@@ -150,7 +150,7 @@ def roce_address(port: str) -> str:
     )
 
 
-def nvidia_devices() -> list:  # type: ignore[type-arg]
+def list_nvidia_devices() -> list:  # type: ignore[type-arg]
     """Device files of NVIDIA's GPUs that this process may open, by number.
 
     In a job of Slurm all of a node's are there, and the control group lets a process open its own.
@@ -161,7 +161,7 @@ def nvidia_devices() -> list:  # type: ignore[type-arg]
     ]
 
 
-def amd_devices() -> list:  # type: ignore[type-arg]
+def list_amd_devices() -> list:  # type: ignore[type-arg]
     """Device files of AMD's GPUs that this process may open; both the driver's own and theirs are needed."""
     if not _can_open_device("/dev/kfd"):
         return []
@@ -192,18 +192,18 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     Count the GPUs of NVIDIA that can be opened and that CUDA_VISIBLE_DEVICES or Slurm shows; 1 if some are divided
     (MIG), since CUDA shows only one instance to a process. If there are none, count the GPUs of AMD.
     """
-    count = len(nvidia_devices())
+    count = len(list_nvidia_devices())
     if count:
         gpus = "/proc/driver/nvidia/capabilities"
         parts = [name for gpu in _list_folder(gpus) for name in _list_folder(os.path.join(gpus, gpu, "mig"))]
         if any(name.startswith("gi") for name in parts):
             count = 1
     else:
-        count = len(amd_devices())
-    return min(count, visible_gpus(environ, count))
+        count = len(list_amd_devices())
+    return min(count, count_visible_gpus(environ, count))
 
 
-def visible_gpus(environ: Mapping[str, str], count: int) -> int:
+def count_visible_gpus(environ: Mapping[str, str], count: int) -> int:
     """Return how many of `count` GPUs variables leave to a process."""
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environ:
@@ -214,25 +214,25 @@ def visible_gpus(environ: Mapping[str, str], count: int) -> int:
     return min(count, int(allocated)) if allocated.isdigit() and int(allocated) else count
 
 
-def usable_cores() -> int:
+def count_usable_cores() -> int:
     """Cores that this process may use: those it is bound to, and no more than its control groups grant it, at least 1.
 
     A container with `--cpus 2` on a machine of 64 cores still sees 64; torch starts 64 threads there.
     """
-    quota = cpu_quota()
-    return bound_cores() if quota < 0 else max(1, min(bound_cores(), int(quota)))
+    quota = read_cpu_quota()
+    return count_bound_cores() if quota < 0 else max(1, min(count_bound_cores(), int(quota)))
 
 
-def bound_cores() -> int:
+def count_bound_cores() -> int:
     """Cores that this process is bound to. Two processors of one core count once, as they do for torch."""
     processors = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     topology = "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list"
     return len({read_system_file(topology % processor).strip() or processor for processor in processors})
 
 
-def cpu_quota() -> float:
+def read_cpu_quota() -> float:
     """Return the processor time that this process's control groups (v1 or v2) grant, in processors; -1: no limit."""
-    quotas = [_quota_of(folder) for folder in control_groups("cpu")]
+    quotas = [_quota_of(folder) for folder in list_control_groups("cpu")]
     return min((quota for quota in quotas if quota >= 0), default=-1)
 
 
@@ -246,7 +246,7 @@ def _quota_of(folder: str) -> float:
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else -1
 
 
-def control_groups(controller: str) -> list:  # type: ignore[type-arg]
+def list_control_groups(controller: str) -> list:  # type: ignore[type-arg]
     """Folders of the control groups that hold this process, innermost first, of both versions."""
     folders = []
     for line in read_system_file("/proc/self/cgroup").splitlines():
@@ -281,7 +281,7 @@ def _can_open_device(path: str) -> bool:
     return True
 
 
-def boot_id() -> str:
+def read_boot_id() -> str:
     """Return the id of this boot of the machine; empty where the system has none."""
     return read_system_file("/proc/sys/kernel/random/boot_id").strip()
 
@@ -327,14 +327,14 @@ def process_start() -> float:
     return time.monotonic() - age
 
 
-def epoch_time(moment: float) -> float:
+def convert_to_epoch_time(moment: float) -> float:
     """Return a time on the monotonic clock in seconds since the epoch."""
     return time.time() - (time.monotonic() - moment)
 
 
 def launch_time() -> float:
     """Return when this process began, in seconds since the epoch."""
-    return epoch_time(process_start())
+    return convert_to_epoch_time(process_start())
 
 
 def set_process_attribute(option: int, value: int) -> bool:

@@ -86,7 +86,7 @@ _AT_A_WORD = re.compile(r"~(?=[/\s]|\Z)|#")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=\S*(?=\s)")
 
 
-def shell_syntax(line: str) -> str:
+def find_shell_syntax(line: str) -> str:
     """Return the first part of a line that only a shell would interpret: `&&`, `>`, `$HOME`, `*`; empty without one.
 
     Quoted text and characters after a backslash do not count, since a shell does not interpret them either.
@@ -115,7 +115,7 @@ def shell_syntax(line: str) -> str:
 OPERATORS = frozenset({"&&", "||", "|", ";", "&", ">", ">>", "<", "2>&1", "&>", "|&"})
 
 
-def operator_among(argv: Sequence[str]) -> str:
+def find_shell_operator(argv: Sequence[str]) -> str:
     """Return the first word that is an operator of a shell and not the value of an option; empty without one.
 
     `cut -d '|'` has none, nor has `find ... -exec ... ;`.

@@ -73,7 +73,7 @@ def kill_a_worker(records: Path, finished: threading.Event) -> None:
         logged = metrics(records)
         if logged and logged[-1]["step"] >= KILL_AT_STEP:
             break
-    processes = control.host_processes(sandbox.node("node2"))
+    processes = control.list_host_processes(sandbox.node("node2"))
     # Forked from a process that had torch already, a worker has that one's command line, and its own name.
     named = [pid for pid in processes if Path(f"/proc/{pid}/comm").read_text().strip() == "train.py"]
     for pid in named or [pid for pid, line in processes.items() if line.endswith("train.py")]:

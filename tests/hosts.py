@@ -69,7 +69,7 @@ def sandbox(session_sandbox: Sandbox, request: pytest.FixtureRequest) -> Iterato
     yield found
     current = control.find_running_sandbox(session_sandbox.name)
     assert current is not None
-    if faults.read_recorded_faults(current) or any(not control.host_processes(node) for node in current.nodes):
+    if faults.read_recorded_faults(current) or any(not control.list_host_processes(node) for node in current.nodes):
         faults.remove_host_faults(current, current.nodes)
         faults.write_recorded_faults(current, [])
         current = control.find_running_sandbox("main")
@@ -109,7 +109,7 @@ def describe_process(pid: int) -> str:
 
 def workers(node: SandboxNode) -> dict[int, str]:
     """Processes on a host that are neither its init nor its SSH server."""
-    found = control.host_processes(node)
+    found = control.list_host_processes(node)
     # Without a command line: it has let go of its memory and is ending.
     found = {pid: line for pid, line in found.items() if line}
     return {

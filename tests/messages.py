@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 
 from dtctl.supervisor import messages
-from dtctl.supervisor.messages.base import Message, Quit, Refusal, by_op
+from dtctl.supervisor.messages.base import Message, Quit, Refusal, index_message_types
 from dtctl.supervisor.messages.setup import PushEnd, PushManifestEnd
 from dtctl.supervisor.requests import ANSWERED_BY, NodeRequests, find_module
 
@@ -25,7 +25,9 @@ def answers() -> list[dict[str, type[Message]]]:
     """What nodes may send, a family each; a refusal in all."""
     asked = {*REQUESTS.values(), PushEnd, PushManifestEnd, Quit}
     return [
-        by_op(Refusal, *(kind for kind in vars(module).values() if _is_message(kind) and kind not in asked))
+        index_message_types(
+            Refusal, *(kind for kind in vars(module).values() if _is_message(kind) and kind not in asked)
+        )
         for module in MODULES
     ]
 

@@ -18,7 +18,7 @@ from dtctl.doctor.checks import hardware
 from dtctl.doctor.checks.known_gpus import find_gpu_datasheet
 from dtctl.doctor.node_report import NodeReport
 from dtctl.runtime.distributed import affinity
-from dtctl.runtime.telemetry.hardware import peak_flops
+from dtctl.runtime.telemetry.hardware import find_peak_flops
 from dtctl.supervisor.probe import devices
 
 FREE_GIB = 30
@@ -51,7 +51,7 @@ def tools(on: Ground) -> Iterator[Point]:
         return
     free, total = (amount / 2**30 for amount in torch.cuda.mem_get_info(on.device))
     yield judged("free memory, GiB", f"above {FREE_GIB}", f"{free:.1f}", ok=free > FREE_GIB)
-    rows = hardware.gpu_rows(facts["gpu"])
+    rows = hardware.parse_gpu_rows(facts["gpu"])
     named = facts["gpu_error"] or "; ".join(", ".join(row.values()) for row in rows)
     yield judged("rows of nvidia-smi", f"{count} or more, without an error", named, ok=len(rows) >= count > 0)
     figures = [row.get(name, "") for row in rows for name in ("used", "total", "ecc")]
@@ -66,7 +66,9 @@ def tools(on: Ground) -> Iterator[Point]:
     said = "; ".join(f"{one.check}: {one.summary} {' '.join(one.evidence)}" for one in found)
     yield judged("failures that the doctor finds in this", "none", said or "none", ok=not found)
     name = torch.cuda.get_device_name(on.device)
-    yield judged("its peak is known", "yes", f"{name}: {peak_flops(name, 'bf16')}", ok=bool(peak_flops(name, "bf16")))
+    yield judged(
+        "its peak is known", "yes", f"{name}: {find_peak_flops(name, 'bf16')}", ok=bool(find_peak_flops(name, "bf16"))
+    )
     known = find_gpu_datasheet(name) or {"memory": 0.0}
     off = abs(total / known["memory"] - 1) if known["memory"] else 1.0
     yield judged("memory, GiB", f"within 3% of {known['memory']:g}, as advise has it", f"{total:.1f}", ok=off < 0.03)
@@ -117,7 +119,7 @@ def speed(on: Ground) -> Iterator[Point]:
         one = torch.randn(width, width, device=on.device, dtype=dtype)
         took_s = _timed(on, lambda: one @ one, 20 if on.gpu else 2)  # noqa: B023 - called at once
         per_s = 2 * width**3 / took_s
-        peak = peak_flops(name, precision)
+        peak = find_peak_flops(name, precision)
         if not on.gpu or peak is None:
             yield skipped(f"{precision} products beside the peak", "needs a GPU whose peak is known")
             continue

@@ -21,7 +21,7 @@ from dtctl.advise.trial import Decoder, compute_token_loss
 from dtctl.estimate.memory import ParallelLayout, estimate_layout_memory
 from dtctl.runtime import TensorData, Trainer, Worker, load, start
 from dtctl.runtime.optim import build_optimizer as optimizer_of
-from dtctl.runtime.precision import autocast
+from dtctl.runtime.precision import make_autocast
 from dtctl.runtime.snapshot.load import newest
 from dtctl.runtime.strategies import blocks, sharded
 
@@ -213,7 +213,7 @@ def peak(on: Ground, *, number: int) -> dict[str, Any]:
     tokens = torch.randint(shape["vocab"], (micro_batch, seq + 1), device=on.device)
     for _ in range(config.steps or 0):
         optimizer.zero_grad()
-        with autocast(precision, on.device):
+        with make_autocast(precision, on.device):
             loss = compute_token_loss(module, (tokens[:, :-1], tokens[:, 1:]))
         loss.backward()
         optimizer.step()

@@ -115,7 +115,7 @@ def batches(on: Ground) -> Iterator[Point]:
     ones = torch.ones(4, 2)
     for batch in ((ones, ones), {"inputs": ones}, Pair(ones, ones), Encoding(inputs=ones), Sample(ones, "a"), [ones]):
         locked = datasets.pin_batch_tensors(batch) if on.gpu else batch
-        moved = datasets.to_device(locked, device)
+        moved = datasets.move_to_device(locked, device)
         tensors = _tensors(moved)
         there = bool(tensors) and all(tensor.device.type == device.type for tensor in tensors)
         held = not on.gpu or all(tensor.is_pinned() for tensor in _tensors(locked))

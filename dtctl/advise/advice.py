@@ -234,7 +234,7 @@ def build_choice_json(shown: EvaluatedLayout, reasons: tuple[str, ...] = ()) -> 
     }
 
 
-def model_json(model: ModelProfile) -> dict[str, Any]:
+def build_model_json(model: ModelProfile) -> dict[str, Any]:
     """Return the model and the settings of the computation, for `--json`."""
     return {
         "name": model.name,

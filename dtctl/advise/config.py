@@ -119,10 +119,10 @@ def read_config(path: Path, *, seq: int | None) -> ModelProfile:
     if not isinstance(data, dict):
         raise UsageError(f"{path} does not hold a JSON object", hint="give a config.json in Hugging Face's format")
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
-    return from_config(data, source=str(path), seq=seq, name=name or path.stem)
+    return parse_model_config(data, source=str(path), seq=seq, name=name or path.stem)
 
 
-def from_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: str = "") -> ModelProfile:
+def parse_model_config(data: Mapping[str, Any], *, source: str, seq: int | None, name: str = "") -> ModelProfile:
     """Return the model that a config describes. A config without a `model_type` counts as a GPT.
 
     Raises:

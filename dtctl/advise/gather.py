@@ -15,7 +15,7 @@ from typing import Any, Final
 import dtctl
 from dtctl import children
 from dtctl.advise import hardware
-from dtctl.advise.config import from_config, read_config
+from dtctl.advise.config import parse_model_config, read_config
 from dtctl.advise.hardware import Gpu, Hardware
 from dtctl.advise.model import build_decoder_model
 from dtctl.advise.published_models import build_usual_model
@@ -29,10 +29,10 @@ from dtctl.estimate.memory import (
     MemoryEstimate,
     ParallelLayout,
     Precision,
+    build_mesh_layout,
     estimate_layout_memory,
-    of_mesh,
 )
-from dtctl.estimate.model import ModelProfile, from_inspection
+from dtctl.estimate.model import ModelProfile, build_inspected_model
 from dtctl.spec.model import Spec
 from dtctl.spec.nodes import resolve_nodes
 from dtctl.train.batch import DEFAULT_MICRO_BATCH, derive_batch_sizes
@@ -116,7 +116,7 @@ def build_advise_task(options: AdviseOptions, spec: Spec | None) -> PlanningTask
         parallel = None
     model, mesh = _resolve_advised_model(options, spec), _parse_mesh_option(options, hardware)
     layout = _build_spec_layout(written, hardware)
-    if mesh is not None and (reason := _describe_undividable_experts(model, of_mesh(mesh), recipe)):
+    if mesh is not None and (reason := _describe_undividable_experts(model, build_mesh_layout(mesh), recipe)):
         raise UsageError(reason, where="--mesh", hint=_OF_EXPERTS)
     if layout is not None and (reason := _describe_undividable_experts(model, layout, recipe)):
         model, layout = replace(model, doubts=(*model.doubts, f"the spec's strategy is not estimated: {reason}")), None
@@ -251,7 +251,7 @@ def _build_spec_layout(written: Mapping[str, Any], hardware: Hardware) -> Parall
     if isinstance(recompute, int):  # every so many blocks
         recompute = "full" if recompute == 1 else "none"
     return replace(
-        of_mesh(degrees),
+        build_mesh_layout(degrees),
         zero=1 if strategy == "zero1" else 0,
         micro_batch=micro or DEFAULT_MICRO_BATCH,
         accumulate=accumulate or (2 * degrees.pp if degrees.pp > 1 else 1),
@@ -313,13 +313,13 @@ def _resolve_advised_model(options: AdviseOptions, spec: Spec | None) -> ModelPr
         if spec is not None and spec.cluster.transport in ("local", "sandbox"):
             python = spec.cluster.python or python
         inspection = inspect_model_factory(options.module, seq=options.seq or 1024, python=python)
-        return from_inspection(inspection, name=options.module)
+        return build_inspected_model(inspection, name=options.module)
     if options.layers is not None and options.hidden is not None:
         return _build_model_of_shape(options, options.layers, options.hidden)
     if options.params is not None:
         return _build_model_of_size(options, options.params)
     if spec is not None and (config := spec.settings.get("model")):
-        return from_config(config, source="train.model", seq=options.seq, name=spec.job.name)
+        return parse_model_config(config, source="train.model", seq=options.seq, name=spec.job.name)
     raise UsageError(
         "which model?", hint="--config config.json, --model module:factory, --params 7B, --layers and --hidden, or "
         "train.model in the spec",

@@ -43,7 +43,7 @@ def load(name: str) -> Callable[[], Any]:
     return imported  # type: ignore[no-any-return]
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
+def find_repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks: the ModuleList or Sequential with the most parameters that has more than one member."""
     lists = [
         submodule
@@ -65,7 +65,7 @@ def collect_model_figures(built: Any, seq: int) -> dict[str, Any]:
         raise ValueError(f"the factory returns {type(model).__name__}, and not a model")
     if inputs is None:
         inputs = (torch.zeros(1, seq, dtype=torch.int64, device="meta"),)
-    block_list = blocks(model)
+    block_list = find_repeated_blocks(model)
     try:
         measured = model_shapes.measure_forward_pass(model, block_list, lambda: model(*inputs), samples=1)
     except Exception as exc:

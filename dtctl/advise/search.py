@@ -17,8 +17,8 @@ from dtctl.estimate.memory import (
     MemoryEstimate,
     ParallelLayout,
     Precision,
+    build_mesh_layout,
     estimate_layout_memory,
-    of_mesh,
 )
 from dtctl.estimate.model import ModelProfile
 from dtctl.train.mesh import Degrees
@@ -192,7 +192,7 @@ def _generate_mesh_layouts(task: PlanningTask) -> Iterator[ParallelLayout]:
     """Yield all products of degrees that give the number of GPUs and suit the model, or the one that was asked for."""
     model, hardware = task.model, task.hardware
     if task.mesh is not None:
-        yield of_mesh(task.mesh)
+        yield build_mesh_layout(task.mesh)
         return
     for tp in _list_divisors(min(hardware.gpus, hardware.per_node)):
         if hardware.gpus % tp or model.heads % tp or model.kv_heads % tp:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtctl.advise.sizes import short_count
+from dtctl.advise.sizes import format_short_count
 from dtctl.errors import UsageError
 from dtctl.estimate.model import ModelProfile
 
@@ -224,8 +224,8 @@ def _describe_model_shape(shape: TransformerShape, params: float, active_params:
         inner += f" and {shape.shared_ffn} that all use" if shape.shared_ffn else ""
         inner += f" in {shape.layers - shape.dense} blocks" if shape.dense else ""
     ties = "output tied to the embedding" if shape.tied else "untied output"
-    active = f", {short_count(active_params)} of them at work for a token" if shape.experts > 1 else ""
+    active = f", {format_short_count(active_params)} of them at work for a token" if shape.experts > 1 else ""
     return (
         f"{blocks} of width {shape.hidden}, {heads}, {inner}, vocabulary {shape.vocab}, {ties}: "
-        f"{short_count(params)} parameters{active}"
+        f"{format_short_count(params)} parameters{active}"
     )

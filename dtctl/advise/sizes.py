@@ -30,7 +30,7 @@ def parse_gibibytes(text: str) -> float:
     return _parse_number_with_unit(text, _SIZE, "a size such as 80GiB") / 2**30
 
 
-def short_count(number: float) -> str:
+def format_short_count(number: float) -> str:
     """Return a number of things in three digits: `7.24M`, `8.03B`."""
     for letter, unit in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= unit * 0.9995:

@@ -16,7 +16,7 @@ BYTE_ORDER_MARK = "\ufeff"
 _SECTION = re.compile(r"train:\s*(?:#.*)?\Z")
 
 
-def with_settings(text: str, settings: Mapping[str, Any]) -> str:
+def set_train_settings(text: str, settings: Mapping[str, Any]) -> str:
     """Return a spec's text with keys of its `train:` section set; comments and other keys stay.
 
     Raises:
@@ -24,7 +24,7 @@ def with_settings(text: str, settings: Mapping[str, Any]) -> str:
     """
     lines = text.split("\n")
     end_of_line = "\r" if lines[0].endswith("\r") else ""
-    entries = {key: f"{key}: {as_yaml(value)}" for key, value in settings.items()}
+    entries = {key: f"{key}: {format_yaml_value(value)}" for key, value in settings.items()}
     start = next((number for number, line in enumerate(lines) if line.startswith("train:")), None)
     if start is None:
         above = text if not text or text.endswith("\n") else f"{text}{end_of_line}\n"
@@ -77,10 +77,10 @@ def _replace_entries(body: Sequence[str], indent: str, entries: Mapping[str, str
     return lines, list(unwritten.values())
 
 
-def as_yaml(value: object) -> str:
+def format_yaml_value(value: object) -> str:
     """Return a value as written in a spec."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {as_yaml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {format_yaml_value(item)}" for key, item in value.items()) + "}"
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -88,7 +88,7 @@ def write_spec_settings(path: Path, settings: Mapping[str, Any]) -> None:
     """Change a spec in place, in one step, and only if the new one is valid. A link stays a link.
 
     Raises:
-        UsageError: as `with_settings`, or the path is no plain file, or cannot be written.
+        UsageError: as `set_train_settings`, or the path is no plain file, or cannot be written.
         SpecError: the spec would not be right afterwards.
     """
     file = path.resolve()
@@ -96,7 +96,7 @@ def write_spec_settings(path: Path, settings: Mapping[str, Any]) -> None:
         raise UsageError(f"{path} is not a regular file, so it cannot be changed", hint="name the spec itself")
     text = file.read_bytes().decode("utf-8")
     mark = text[: len(text) - len(text.removeprefix(BYTE_ORDER_MARK))]
-    changed = with_settings(text.removeprefix(BYTE_ORDER_MARK), settings)
+    changed = set_train_settings(text.removeprefix(BYTE_ORDER_MARK), settings)
     parse_spec(changed, source=str(path), base_dir=file.parent)
     temporary = file.with_name(f".{file.name}.dtctl-{os.getpid()}")
     try:

@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtctl.advise.trial import build_model, compute_token_loss
 from dtctl.runtime import Worker, load
-from dtctl.runtime.distributed.device_mesh import device_mesh
+from dtctl.runtime.distributed.device_mesh import build_device_mesh
 from dtctl.runtime.optim import build_optimizer
 from dtctl.runtime.strategies import blocks, sharded
 from dtctl.train.config import TrainConfig
@@ -41,7 +41,7 @@ def track_peak_memory(settings: dict[str, Any]) -> int:
     workers, config = settings["workers"], load(settings["train"], argv=[], environ={})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=workers)
     try:
-        mesh = device_mesh(Degrees(fsdp=workers), "cpu")  # the mesh needs real tensors
+        mesh = build_device_mesh(Degrees(fsdp=workers), "cpu")  # the mesh needs real tensors
         with FakeTensorMode():
             return _train_with_tracker(settings, config, mesh)
     finally:

@@ -81,7 +81,7 @@ def parse_size_range(text: str) -> tuple[int, ...]:
     return (*sizes, high) if high > low else (low,)
 
 
-def size_text(size: int) -> str:
+def format_message_size(size: int) -> str:
     """Return `16 MiB`; the size in bytes if it is not a whole number of a larger unit."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size % factor == 0:
@@ -110,7 +110,7 @@ def build_result_row(op: str, size: int, seconds: float, *, ranks: int, wrong: i
     }
 
 
-def training_row(workers: int, step_s: float, one_s: float, *, loss_ok: bool) -> dict[str, Any]:
+def build_training_row(workers: int, step_s: float, one_s: float, *, loss_ok: bool) -> dict[str, Any]:
     """`workers`, `step_s`, `efficiency`: the same work per worker should take the same time on any number of them."""
     return {
         "workers": workers,

@@ -11,14 +11,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dtctl.bench.figures import build_result_row, training_row
+from dtctl.bench.figures import build_result_row, build_training_row
 from dtctl.launch.cluster import resolve_cluster
 from dtctl.launch.control.controller import Result
 from dtctl.launch.control.run import run_launch_job
 from dtctl.launch.job_builder import CodePush, build_launch_job
 from dtctl.launch.records.events import Event, OutputLine
 from dtctl.launch.records.ledger import Ledger
-from dtctl.launch.records.record import RunInfo, new_run_id
+from dtctl.launch.records.record import RunInfo, make_run_id
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.spec.model import Files, Spec
 
@@ -63,7 +63,9 @@ class BenchmarkResults:
             self.backend, self.world, self.torch = message["backend"], message["world"], message["torch"]
         elif "training" in message:
             one_s = self.training[0]["step_s"] if self.training else message["step_s"]
-            self.training.append(training_row(message["training"], message["step_s"], one_s, loss_ok=message["ok"]))
+            self.training.append(
+                build_training_row(message["training"], message["step_s"], one_s, loss_ok=message["ok"])
+            )
         elif "finished" in message:
             self.finished = True
         elif message["op"] == "p2p":
@@ -91,7 +93,7 @@ class BenchmarkResults:
         return sum(int(row["wrong"]) for row in self.results) + sum(not row["ok"] for row in self.training)
 
 
-def spec_for(spec: Spec, folder: Path, request: BenchmarkRequest) -> Spec:
+def build_bench_spec(spec: Spec, folder: Path, request: BenchmarkRequest) -> Spec:
     """Return the user's spec with the benchmark as its job: same nodes, network, variables and set-up lines.
 
     Args:
@@ -155,8 +157,8 @@ def run_benchmark(
     code = folder / "code"
     write_code(code)
     cluster = resolve_cluster(spec, start=True)
-    job_spec = spec_for(spec, code, request)
-    run = new_run_id("bench", now=time.time())
+    job_spec = build_bench_spec(spec, code, request)
+    run = make_run_id("bench", now=time.time())
     # The cache of digests for the next push is stored there.
     pushed = CodePush(job_spec.model_copy(update={"base_dir": folder}))
     job = build_launch_job(job_spec, cluster, run=run, keep=False, code=pushed)

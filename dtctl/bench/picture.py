@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from dtctl.bench.figures import size_text
+from dtctl.bench.figures import format_message_size
 
 COLOURS = ("#2f6fde", "#d1495b", "#2a9d8f", "#e9a23b", "#7b5ea7", "#5b8c5a", "#8d6e63", "#37474f", "#c2185b")
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, LEGEND = 640, 360, 64, 40, 48, 150
@@ -55,7 +55,9 @@ def _render_bandwidth_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{10.0**power:g}</text>')
     for size in sorted({row["size"] for row in rows if _is_round(row["size"])}):
         x, _ = at(size, rows[0]["busbw_gb_s"])
-        parts.append(f'<text x="{x}" y="{base + 18}" text-anchor="middle" font-size="10">{size_text(size)}</text>')
+        parts.append(
+            f'<text x="{x}" y="{base + 18}" text-anchor="middle" font-size="10">{format_message_size(size)}</text>'
+        )
     parts.append(f'<text x="{LEFT}" y="{TOP - 6}">GB/s</text>')
     for index, op in enumerate(dict.fromkeys(row["op"] for row in rows)):
         colour = COLOURS[index % len(COLOURS)]
@@ -79,7 +81,9 @@ def _is_round(size: int) -> bool:
 def _render_pair_map(pairs: Mapping[str, Any], indent: int) -> list[str]:
     table: Sequence[Sequence[float | None]] = pairs["gb_s"]
     top = max((rate for row in table for rate in row if rate is not None), default=1.0) or 1.0
-    parts = [f'<text x="{indent}" y="22" font-size="15">GB/s from (row) to, {size_text(pairs["size"])}</text>']
+    parts = [
+        f'<text x="{indent}" y="22" font-size="15">GB/s from (row) to, {format_message_size(pairs["size"])}</text>'
+    ]
     for index in range(len(table)):
         parts.append(f'<text x="{indent + (index + 1.4) * CELL}" y="{TOP + 12}" text-anchor="middle">{index}</text>')
         parts.append(f'<text x="{indent + 16}" y="{TOP + (index + 1.1) * CELL}" text-anchor="middle">{index}</text>')

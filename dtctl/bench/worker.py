@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtctl.doctor.rounds import all_pairs
+from dtctl.doctor.rounds import arrange_all_pairs
 from dtctl.doctor.worker import add_numbers, make_numbers, time_calls
 
 MARK = "DTCTL-BENCH "
@@ -158,7 +158,7 @@ def _count_differing_elements(actual: torch.Tensor, expected: torch.Tensor) -> i
     return int((actual != expected).sum())
 
 
-def over_ranks(number: float, device: torch.device, reduction: Any = dist.ReduceOp.SUM) -> float:
+def reduce_over_ranks(number: float, device: torch.device, reduction: Any = dist.ReduceOp.SUM) -> float:
     """Return one number that is reduced over all ranks."""
     tensor = torch.tensor([number], dtype=torch.float64, device=device)
     dist.all_reduce(tensor, reduction)
@@ -177,7 +177,7 @@ def time_together(
         warm_up: calls before the clock starts.
         seconds: about how long it may take altogether; the repeats are lowered to that.
     """
-    slowest = functools.partial(over_ranks, device=device, reduction=dist.ReduceOp.MAX)
+    slowest = functools.partial(reduce_over_ranks, device=device, reduction=dist.ReduceOp.MAX)
     time_calls(torch, list_gpus_to_wait_for(device), call, 1, warm_up=warm_up)
     dist.barrier()
     once = slowest(time_calls(torch, list_gpus_to_wait_for(device), call, 1, warm_up=0))
@@ -196,18 +196,18 @@ def measure_collectives(request: dict[str, Any], device: torch.device) -> None:
     for op in request["ops"]:
         for size in request["sizes"] if op != "p2p" else ():
             operation = CollectiveOperation(op, size, device)
-            wrong = int(over_ranks(operation.wrong(), device))
+            wrong = int(reduce_over_ranks(operation.wrong(), device))
             limits = {name: request[name] for name in ("repeats", "warm_up", "seconds")}
             seconds = time_together(operation.call, device, **limits)
             send_bench_message(op=op, size=operation.size, seconds=seconds, wrong=wrong)
 
 
-def point_to_point(request: dict[str, Any], device: torch.device) -> None:
+def measure_point_to_point(request: dict[str, Any], device: torch.device) -> None:
     """Measure from every rank to every other, in rounds of disjoint pairs: no two measurements share a link."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rounds = [
         [(int(sender), int(receiver)) for sender, receiver in pairs]
-        for pairs in all_pairs([str(i) for i in range(world)])
+        for pairs in arrange_all_pairs([str(i) for i in range(world)])
     ]
     for size in request["sizes"]:
         count = max(1, size // WORD)
@@ -224,7 +224,9 @@ def point_to_point(request: dict[str, Any], device: torch.device) -> None:
                 took[sender, receiver] = seconds if rank == sender else 0.0
             dist.barrier()
         dist.all_reduce(took, dist.ReduceOp.MAX)
-        send_bench_message(op="p2p", size=count * WORD, matrix=took.tolist(), wrong=int(over_ranks(wrong, device)))
+        send_bench_message(
+            op="p2p", size=count * WORD, matrix=took.tolist(), wrong=int(reduce_over_ranks(wrong, device))
+        )
 
 
 def _measure_direction(sender: int, receiver: int, count: int, repeats: int, device: torch.device) -> tuple[float, int]:
@@ -263,8 +265,8 @@ def measure_training_scaling(request: dict[str, Any], device: torch.device) -> N
             step_s, identical = _measure_training_step(request, device, group)
         else:
             step_s, identical = 0.0, True
-        slowest = over_ranks(step_s, device, dist.ReduceOp.MAX)
-        different = over_ranks(0.0 if identical else 1.0, device)
+        slowest = reduce_over_ranks(step_s, device, dist.ReduceOp.MAX)
+        different = reduce_over_ranks(0.0 if identical else 1.0, device)
         send_bench_message(training=workers, step_s=slowest, ok=different == 0)
 
 
@@ -313,7 +315,7 @@ def main() -> None:
     send_bench_message(backend=backend, world=dist.get_world_size(), torch=str(torch.__version__))
     measure_collectives(request, device)
     if "p2p" in request["ops"] and dist.get_world_size() > 1:
-        point_to_point(request, device)
+        measure_point_to_point(request, device)
     if request["training"]:
         measure_training_scaling(request, device)
     send_bench_message(finished=True)

@@ -102,14 +102,14 @@ def _search_and_recommend(
     task: PlanningTask, path: Path, *, origin: str, write: bool, plot: Path | None, json_lines: bool
 ) -> int:
     """Search for layouts, print the result, and write it into the spec if requested; return the exit code."""
-    from dtctl.advise.advice import build_choice_json, model_json
+    from dtctl.advise.advice import build_choice_json, build_model_json
     from dtctl.advise.advice import choose_best_layouts as advised
 
     advice = advised(task)
     if json_lines:
         output.emit_json(
             {
-                "model": model_json(task.model),
+                "model": build_model_json(task.model),
                 "recommendation": build_choice_json(advice.best, advice.reasons),
                 "alternatives": [build_choice_json(choice) for choice in advice.alternatives],
                 "written": build_choice_json(advice.written) if advice.written is not None else None,
@@ -172,8 +172,10 @@ def _load_optional_spec(path: Path, *, required: bool) -> Spec | None:
 
 def _write_recommendation(path: Path, task: PlanningTask, advice: Advice) -> None:
     from dtctl.advise.advice import build_train_settings
-    from dtctl.advise.spec_editor import as_yaml, write_spec_settings
+    from dtctl.advise.spec_editor import format_yaml_value, write_spec_settings
 
     changed = build_train_settings(task, advice.best)
     write_spec_settings(path, changed)
-    output.print_stderr(f"{path}: train: {', '.join(f'{key}: {as_yaml(value)}' for key, value in changed.items())}")
+    output.print_stderr(
+        f"{path}: train: {', '.join(f'{key}: {format_yaml_value(value)}' for key, value in changed.items())}"
+    )

@@ -72,13 +72,13 @@ def measure_and_show(spec: Spec, request: BenchmarkRequest, *, plot: Path | None
     from dtctl.bench.job import run_benchmark
     from dtctl.bench.picture import render_bench_svg
     from dtctl.cli.common.doctor_view import show_cause
-    from dtctl.cli.common.followed_run import caught_signals, print_run_end
+    from dtctl.cli.common.followed_run import catch_stop_signals, print_run_end
     from dtctl.errors import WorkerFailed
 
     if not json_lines:
         output.print_stdout(_format_result_line(HEADER), "bold")
     # If a run fails, the logs in this folder have torch's messages, which explain missing figures.
-    with tempfile.TemporaryDirectory(prefix="dtctl-bench-") as name, caught_signals() as signals:
+    with tempfile.TemporaryDirectory(prefix="dtctl-bench-") as name, catch_stop_signals() as signals:
         on_row = _show_nothing if json_lines else _show_row
         figures, ended, owners = run_benchmark(spec, request, Path(name), on_row=on_row, signals=signals)
         if ended.exit_code or not figures.finished:
@@ -126,20 +126,22 @@ def _show_nothing(_: dict[str, Any]) -> None:
 
 
 def _show_row(row: dict[str, Any]) -> None:
-    from dtctl.bench.figures import size_text
+    from dtctl.bench.figures import format_message_size
 
     rates = [f"{row['algbw_gb_s']:.3f}", f"{row['busbw_gb_s']:.3f}"]
-    cells = [row["op"], size_text(row["size"]), f"{row['time_us']:.1f}", *rates, str(row["wrong"])]
+    cells = [row["op"], format_message_size(row["size"]), f"{row['time_us']:.1f}", *rates, str(row["wrong"])]
     output.print_stdout(_format_result_line(cells), *(("red",) if row["wrong"] else ()))
 
 
 def print_pairs_and_training(figures: BenchmarkResults, owners: tuple[str, ...]) -> None:
     """Print the bandwidths of the pairs, the training steps, and the conclusions from both."""
     from dtctl.bench.conclusions import build_conclusions
-    from dtctl.bench.figures import size_text
+    from dtctl.bench.figures import format_message_size
 
     if figures.pairs:
-        output.print_stdout(f"\nGB/s from (row) to (column), messages of {size_text(figures.pairs['size'])}", "bold")
+        output.print_stdout(
+            f"\nGB/s from (row) to (column), messages of {format_message_size(figures.pairs['size'])}", "bold"
+        )
         labels = [f"{rank} {owners[rank]}" if rank < len(owners) else str(rank) for rank in range(figures.world)]
         rows = [
             [label, *("" if rate is None else f"{rate:.3f}" for rate in rates)]

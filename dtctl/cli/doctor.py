@@ -75,9 +75,9 @@ def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, js
             from dtctl.cli.common.doctor_slurm import examine_offer
 
             return examine_offer(spec, json_lines=json_lines)
-        from dtctl.slurm.allocation import cluster_of_allocation
+        from dtctl.slurm.allocation import build_allocation_cluster
 
-        cluster = cluster_of_allocation(spec, os.environ)
+        cluster = build_allocation_cluster(spec, os.environ)
     else:
         cluster = resolve_cluster(spec, start=True)
     begun = time.monotonic()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dtctl.cli import output
-from dtctl.cli.common.completion import node_names, run_names
+from dtctl.cli.common.completion import complete_node_names, run_names
 from dtctl.errors import ConnectError, UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def exec_(
     ctx: typer.Context,
     run: Annotated[str, typer.Argument(help="The run.", autocompletion=run_names)],
-    node: Annotated[str, typer.Argument(help="One of its nodes.", autocompletion=node_names)],
+    node: Annotated[str, typer.Argument(help="One of its nodes.", autocompletion=complete_node_names)],
 ) -> int:
     """Run a command inside a run: in its working folder on a node, with the variables of its workers.
 
@@ -66,7 +66,7 @@ def _prepare_node_command(
 ) -> tuple[Connection, str]:
     """Return a connection to a node of a run, and the command to run there."""
     from dtctl.cli.fetch import list_fetch_sources
-    from dtctl.launch.cluster import cluster_of_run
+    from dtctl.launch.cluster import build_run_cluster
     from dtctl.launch.exec_in_run import build_inside_command
 
     (place,) = list_fetch_sources(record, node, where="NODE")
@@ -76,19 +76,19 @@ def _prepare_node_command(
         attempt=int(record.whole_plan()["attempt"]),
         window=window,
     )
-    return cluster_of_run(record).make_transport().connect(place.target), text
+    return build_run_cluster(record).make_transport().connect(place.target), text
 
 
 def _prepare_job_command(
     record: RunRecord, node: str, argv: list[str], window: tuple[int, int] | None
 ) -> tuple[Connection, str]:
     """Return a connection to the machine with Slurm's commands, and the command to run there."""
-    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.launch.run_spec import load_run_spec
     from dtctl.slurm.exec_in_job import build_job_command, check_node
     from dtctl.slurm.job_watcher import read_job_reference
     from dtctl.slurm.site import choose_slurm_host
 
-    spec, ref = spec_of_run(record), read_job_reference(record)
+    spec, ref = load_run_spec(record), read_job_reference(record)
     with closing(choose_slurm_host(spec)) as site:
         check_node(record, site, ref, node)
         secrets = spec.job.secrets

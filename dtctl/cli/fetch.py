@@ -13,7 +13,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
-from dtctl.cli.common.completion import Run, node_names
+from dtctl.cli.common.completion import Run, complete_node_names
 from dtctl.cli.common.remote_runs_view import find_elsewhere
 from dtctl.errors import UsageError
 from dtctl.printable import format_count
@@ -36,7 +36,7 @@ def fetch(
             show_default=False,
         ),
     ] = None,
-    node: Annotated[str | None, typer.Option(help="Only from this node.", autocompletion=node_names)] = None,
+    node: Annotated[str | None, typer.Option(help="Only from this node.", autocompletion=complete_node_names)] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Folder to put them into.  [default: .dtctl/runs/RUN/outputs]"),
@@ -93,21 +93,21 @@ class _FetchTask:
 @contextmanager
 def _open_fetch_origin(run: str | None, node: str | None) -> Iterator[_FetchTask]:
     """Yield the origin of a run: this folder, a job of Slurm, or a launch from another machine on the spec's nodes."""
-    from dtctl.launch.cluster import cluster_of_run
+    from dtctl.launch.cluster import build_run_cluster
     from dtctl.launch.records.record import find_run
-    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.launch.run_spec import load_run_spec
 
     elsewhere = find_elsewhere(run)
     if elsewhere is not None:
         yield _build_elsewhere_origin(*elsewhere, node)
         return
     record = find_run(Path.cwd(), run)
-    paths, into = list(spec_of_run(record).job.outputs), record.folder / names.OUTPUTS_DIR
+    paths, into = list(load_run_spec(record).job.outputs), record.folder / names.OUTPUTS_DIR
     if record.info().slurm:
         with _open_job_source(record, node) as (source, transport):
             yield _FetchTask(run=record.run, sources=[source], transport=transport, paths=paths, into=into)
         return
-    transport = cluster_of_run(record).make_transport()
+    transport = build_run_cluster(record).make_transport()
     from dtctl.cli.common.followed_run import has_snapshot
 
     yield _FetchTask(
@@ -124,7 +124,7 @@ def _open_fetch_origin(run: str | None, node: str | None) -> Iterator[_FetchTask
 def _build_elsewhere_origin(runs: RemoteRuns, found: RemoteRun, node: str | None) -> _FetchTask:
     from dtctl.launch.files.fetch import FetchSource
     from dtctl.launch.records.record import build_node_error
-    from dtctl.launch.records.run_writer import state_folder
+    from dtctl.launch.records.run_writer import prepare_state_folder
     from dtctl.spec.load import load_spec
 
     nodes = runs.nodes_of(found)
@@ -139,7 +139,7 @@ def _build_elsewhere_origin(runs: RemoteRuns, found: RemoteRun, node: str | None
         ],
         transport=runs.transport,
         paths=list(load_spec(Path(names.SPEC_FILE), ()).job.outputs),
-        into=state_folder(Path.cwd(), names.OUTPUTS_DIR) / found.run,
+        into=prepare_state_folder(Path.cwd(), names.OUTPUTS_DIR) / found.run,
     )
 
 
@@ -147,7 +147,7 @@ def _build_elsewhere_origin(runs: RemoteRuns, found: RemoteRun, node: str | None
 def _open_job_source(record: RunRecord, node: str | None) -> Iterator[tuple[FetchSource, Transport]]:
     """Yield the source for a job of Slurm: the machine with Slurm's commands sees the files of all its nodes."""
     from dtctl.launch.files.fetch import FetchSource
-    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.launch.run_spec import load_run_spec
     from dtctl.slurm.job_watcher import read_job_reference
     from dtctl.slurm.site import choose_slurm_host
 
@@ -156,7 +156,7 @@ def _open_job_source(record: RunRecord, node: str | None) -> Iterator[tuple[Fetc
             "the nodes of a Slurm job share one working folder", where="--node", hint="leave the option out"
         )
     ref = read_job_reference(record)
-    with closing(choose_slurm_host(spec_of_run(record))) as site:
+    with closing(choose_slurm_host(load_run_spec(record))) as site:
         yield FetchSource(target=site.target, python=ref.python, run_dir=ref.folder), site.transport
 
 
@@ -166,11 +166,11 @@ def list_fetch_sources(record: RunRecord, node: str | None, *, where: str = "--n
     Raises:
         LaunchError: the run has no such node, or was never started.
     """
-    from dtctl.launch.cluster import cluster_of_run
+    from dtctl.launch.cluster import build_run_cluster
     from dtctl.launch.files.fetch import FetchSource
     from dtctl.launch.records.record import build_node_error
 
-    plan, cluster = record.whole_plan(), cluster_of_run(record)
+    plan, cluster = record.whole_plan(), build_run_cluster(record)
     targets = cluster.targets
     if not targets:
         cluster.make_transport()  # raises an error with the reason if there are none

@@ -29,7 +29,8 @@ def init(
 
     if list_:
         output.print_table(
-            [[item.name, item.description] for item in project.templates()], header=["TEMPLATE", "WHAT IT IS"]
+            [[item.name, item.description] for item in project.list_project_templates()],
+            header=["TEMPLATE", "WHAT IT IS"],
         )
         return
     if folder is None:

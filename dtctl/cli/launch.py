@@ -58,7 +58,7 @@ def launch(
 
     Everything after `--` is passed to the script, after the arguments of the spec.
     """
-    from dtctl.cli.common.launch_steps import LaunchOptions, dry_launch, real_launch
+    from dtctl.cli.common.launch_steps import LaunchOptions, run_real_launch, show_dry_launch
 
     options = LaunchOptions(
         spec=spec,
@@ -80,5 +80,5 @@ def launch(
             raise UsageError("--out is for one run, and --sweep launches several")
         return launch_sweep(options, parse_sweep(sweep), dry=dry_run)
     if dry_run or out is not None:
-        return dry_launch(options, out)
-    return real_launch(options)
+        return show_dry_launch(options, out)
+    return run_real_launch(options)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dtctl.cli import output
-from dtctl.cli.common.completion import CurrentRun, node_names
+from dtctl.cli.common.completion import CurrentRun, complete_node_names
 from dtctl.cli.common.run_argument import name_run
 from dtctl.errors import UsageError
 
@@ -25,7 +25,7 @@ POLL_S = 0.1
 def logs(
     run: CurrentRun = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the run ends.")] = False,
-    node: Annotated[str | None, typer.Option(help="Only this node.", autocompletion=node_names)] = None,
+    node: Annotated[str | None, typer.Option(help="Only this node.", autocompletion=complete_node_names)] = None,
     rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
     tail: Annotated[
         int | None, typer.Option("-n", "--tail", metavar="N", min=0, help="Only the last N lines of each worker.")

@@ -34,7 +34,7 @@ def explain(
     from dataclasses import asdict
 
     from dtctl.errors import UsageError
-    from dtctl.nccl.catalogue import closest_name, load_variable_catalogue
+    from dtctl.nccl.catalogue import find_closest_name, load_variable_catalogue
 
     variables = load_variable_catalogue()
     settings_asked = [word.partition("=")[::2] for name in names_ for word in name.split(",") if word.strip()]
@@ -47,7 +47,7 @@ def explain(
         for variable, value in known:
             _print_variable_help(variable, value)
     if unknown:
-        near = [suggestion for name in unknown if (suggestion := closest_name(name))]
+        near = [suggestion for name in unknown if (suggestion := find_closest_name(name))]
         raise UsageError(
             f"dtctl does not know {', '.join(unknown)}", hint=f"did you mean {', '.join(near)}?" if near else None
         )
@@ -77,14 +77,14 @@ def env(
     json_: Json = False,
 ) -> None:
     """Show, per node, the variables that its network needs, each with its reason, and what is set there now."""
-    from dtctl.doctor.settings import node_settings
+    from dtctl.doctor.settings import list_node_settings
     from dtctl.launch.cluster import resolve_cluster
     from dtctl.nccl.profiles import NOTES
     from dtctl.spec.load import load_spec
 
     checked = load_spec(spec, ())
     require_spec_agreement(checked, yes=yes)
-    rows = node_settings(checked, resolve_cluster(checked, start=True))
+    rows = list_node_settings(checked, resolve_cluster(checked, start=True))
     if json_:
         output.emit_json({"nodes": rows})
         return

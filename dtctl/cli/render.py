@@ -60,7 +60,7 @@ def render(
     tell_unmeasured(checked)
     if name is not None:
         check_run_name(name)
-    run = name or jobset.stable_run(checked)
+    run = name or jobset.compute_stable_run_id(checked)
     nodes, settings = resolve_nodes(checked), checked.kubernetes
     has_devices = settings is None or settings.gpu or any("/" in resource for resource in settings.resources)
     gpus = {} if has_devices else {node.name: 0 for node in nodes}
@@ -87,8 +87,8 @@ def _run_kubectl_action(spec: Spec, text: str, *, apply: bool, delete: bool) -> 
 
     if apply or delete:
         if apply:
-            for item in trust.sent_items(spec):
+            for item in trust.list_sent_items(spec):
                 output.print_stderr(item, "yellow")
         kubectl.run_kubectl(kubectl.apply_argv() if apply else kubectl.delete_argv(), stdin=text)
     else:
-        kubectl.run_kubectl(kubectl.logs_argv(yaml.safe_load(text)))
+        kubectl.run_kubectl(kubectl.build_logs_argv(yaml.safe_load(text)))

@@ -37,7 +37,7 @@ def require_running_sandbox(name: str | None) -> Sandbox:
     """
     from dtctl.sandbox import control
 
-    sandbox_name = name or control.default_name()
+    sandbox_name = name or control.choose_default_name()
     sandbox = control.find_running_sandbox(sandbox_name)
     if sandbox is None:
         raise SandboxError(f"sandbox {sandbox_name} is not up", hint="dtctl sandbox up --nodes 3")
@@ -54,7 +54,7 @@ def up(
     """Start virtual hosts: node1, node2, ..."""
     from dtctl.sandbox import control
 
-    sandbox = control.start_sandbox(name or control.default_name(), nodes=nodes, with_slurm=slurm)
+    sandbox = control.start_sandbox(name or control.choose_default_name(), nodes=nodes, with_slurm=slurm)
     if json_:
         output.emit_json(build_sandbox_json(sandbox))
         return
@@ -67,13 +67,13 @@ def status(name: Name = None, json_: Json = False) -> None:
     """Show the hosts, how to log in to them, and the faults in force."""
     from dtctl.sandbox import control
 
-    sandbox = control.find_running_sandbox(name or control.default_name())
+    sandbox = control.find_running_sandbox(name or control.choose_default_name())
     if json_:
         output.emit_json(
             build_sandbox_json(sandbox) if sandbox else {"up": False, "nodes": [], "slurm": False, "faults": []}
         )
     elif sandbox is None:
-        output.print_stdout(f"sandbox {name or control.default_name()} is not up")
+        output.print_stdout(f"sandbox {name or control.choose_default_name()} is not up")
     else:
         print_sandbox_status(sandbox)
 
@@ -96,7 +96,7 @@ def exec_(
     words = command[1:] if command[:1] == ["--"] else command
     if not words:
         raise UsageError("there is no command", hint="dtctl sandbox exec node1 -- hostname")
-    if len(words) == 1 and (shell.shell_syntax(words[0]) or " " in words[0].strip()):
+    if len(words) == 1 and (shell.find_shell_syntax(words[0]) or " " in words[0].strip()):
         words = ["sh", "-c", words[0]]
     status = subprocess.run(control.enter_argv(sandbox, sandbox.node(node), words), check=False).returncode
     return status if status >= 0 else 128 - status
@@ -131,7 +131,7 @@ def down(
     """Stop the sandbox and remove everything it created."""
     from dtctl.sandbox import control
 
-    sandbox_name = name or control.default_name()
+    sandbox_name = name or control.choose_default_name()
     if not yes and not _confirm_removal(sandbox_name):
         output.print_stderr("nothing was removed")
         return
@@ -151,7 +151,7 @@ def _confirm_removal(name: str) -> bool:
     from dtctl.sandbox import control
 
     running = control.list_running_runs(name)
-    held = [run for run in control.runs_on(name) if run not in running]
+    held = [run for run in control.list_sandbox_runs(name) if run not in running]
     is_asked = sys.stdin.isatty() and sys.stderr.isatty()
     if running and not is_asked:
         raise SandboxError(
@@ -238,7 +238,7 @@ def fault_lose_large(node: Host, other: Other = None, name: Name = None) -> None
     from dtctl.sandbox import faults
 
     sandbox = require_running_sandbox(name)
-    faults.lose_large(sandbox, sandbox.node(node), sandbox.peer(other) if other else None)
+    faults.drop_large_packets(sandbox, sandbox.node(node), sandbox.peer(other) if other else None)
     _add_recorded_fault(sandbox, f"lose-large {node} {other or ''}".strip())
 
 

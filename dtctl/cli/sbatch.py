@@ -38,13 +38,13 @@ def sbatch(
 
     The machine that runs it needs no dtctl; all nodes must see its folder.
     """
-    from dtctl.launch.records.record import new_run_id
+    from dtctl.launch.records.record import make_run_id
     from dtctl.spec.load import load_spec
 
     checked = load_spec(spec, (*(set_ or ()), *(("slurm.launcher=none",) if plain else ())))
     checked = _for_slurm(checked)
     tell_unmeasured(checked)
-    run = new_run_id(checked.job.name, now=time.time())
+    run = make_run_id(checked.job.name, now=time.time())
     if submit:
         require_spec_agreement(checked, yes=yes)
         _submit_batch_job(checked, run, out=out, as_json=json_)
@@ -87,11 +87,11 @@ def _for_slurm(spec: Spec) -> Spec:
 
 def _build_batch_file(spec: Spec, run: str, *, launcher: Path) -> tuple[str, bytes]:
     """Return the batch file, and the launcher that it starts, if the job has one."""
-    from dtctl.launch.cluster import first_plan, resolve_cluster
+    from dtctl.launch.cluster import build_first_plan, resolve_cluster
     from dtctl.slurm import batch
     from dtctl.slurm.launcher_files import compute_launcher_digest, make_launcher
 
-    plan = first_plan(spec, resolve_cluster(spec, start=False), run=run)
+    plan = build_first_plan(spec, resolve_cluster(spec, start=False), run=run)
     base = spec.base_dir.resolve()
     is_array = spec.slurm is not None and spec.slurm.array is not None
     content = b""
@@ -109,10 +109,10 @@ def _build_batch_file(spec: Spec, run: str, *, launcher: Path) -> tuple[str, byt
 
 def _keep_spec(spec: Spec, run: str) -> None:
     """Store the spec in the parent of the jobs' folders, for `status`, `logs` and `stop` of these jobs."""
-    from dtctl.launch.records.run_writer import state_folder, write_private
+    from dtctl.launch.records.run_writer import prepare_state_folder, write_private
     from dtctl.spec.load import dump_spec
 
-    folder = state_folder(spec.base_dir, "slurm") / run
+    folder = prepare_state_folder(spec.base_dir, "slurm") / run
     folder.mkdir(mode=0o700, exist_ok=True)
     write_private(folder / names.RUN_SPEC_FILE, dump_spec(spec))
 

@@ -31,7 +31,7 @@ def status(
     from dtctl.cli.common.progress_line import read_newest_metrics, read_training_steps
     from dtctl.cli.common.remote_runs_view import find_elsewhere, show_status
     from dtctl.launch.records.record import find_run
-    from dtctl.launch.records.state import read_run_state, where_the_time_went
+    from dtctl.launch.records.state import read_run_state, summarize_time_shares
 
     run = name_run(run)
     elsewhere = find_elsewhere(run)
@@ -63,7 +63,7 @@ def status(
         output.print_stdout(f"job {state.job} waits: {describe_job_wait(state.waits)}")
     output.print_table([[node, condition] for node, condition in state.nodes.items()], header=["NODE", "STATE"])
     if state.ledger is not None:
-        output.print_stdout(f"time: {where_the_time_went(state.ledger)}")
+        output.print_stdout(f"time: {summarize_time_shares(state.ledger)}")
     _show_recoveries(state)
     for alert, text in state.alerts.items():
         output.print_stdout(f"alert {alert}: {text}", "red")
@@ -74,9 +74,9 @@ def status(
 
 def _print_end_summary(end: RunEnded, record: RunRecord) -> None:
     """Print the end of a run, with the lost work and the files that it has written."""
-    from dtctl.cli.common.followed_run import failure_lines, outputs_line
+    from dtctl.cli.common.followed_run import format_failure_lines, format_outputs_line
 
-    for line in failure_lines(end):
+    for line in format_failure_lines(end):
         output.print_stdout(line, "red")
     for node, lost in end.lost_output.items():
         output.print_stdout(f"output lost: {lost:,} bytes from {node} could not be stored on this machine", "red")
@@ -87,7 +87,7 @@ def _print_end_summary(end: RunEnded, record: RunRecord) -> None:
         fetched = record.folder / names.OUTPUTS_DIR
         removed = record.info().removed
         there = {node: outputs for node, outputs in end.outputs.items() if node not in removed}
-        if line := outputs_line(record.run, there, is_local=is_local, fetched=fetched):
+        if line := format_outputs_line(record.run, there, is_local=is_local, fetched=fetched):
             output.print_stdout(line)
         if gone := [node for node, outputs in end.outputs.items() if node in removed and outputs.files]:
             output.print_stdout(f"outputs: `dtctl clean` has removed those on {', '.join(gone)}")
@@ -112,11 +112,11 @@ def _as_nodes_tell(record: RunRecord, state: RunState) -> RunState:
     from dataclasses import replace
 
     from dtctl.errors import DtctlError
-    from dtctl.launch.cluster import cluster_of_run
+    from dtctl.launch.cluster import build_run_cluster
     from dtctl.launch.remote_runs import RemoteRuns
 
     try:
-        runs, _ = RemoteRuns(cluster_of_run(record)).runs()
+        runs, _ = RemoteRuns(build_run_cluster(record)).runs()
     except DtctlError:
         return state
     if state.run not in runs:
@@ -152,15 +152,20 @@ def _show_recoveries(state: RunState) -> None:
 
 def _show_training(info: RunInfo, state: RunState, rows: list[dict[str, Any]], steps: int | None) -> None:
     """Print the progress of the run, and its launcher."""
-    from dtctl.cli.common.progress_line import experts_line, loss_text, progress_line, source_text
+    from dtctl.cli.common.progress_line import (
+        format_experts_line,
+        format_figure_source,
+        format_loss,
+        format_progress_line,
+    )
 
     if info.resumed_run:
         output.print_stdout(f"continues run {info.resumed_run}")
     if rows:
-        loss = loss_text(rows[-1])
-        line = progress_line(rows[-1], steps=steps, runs=state.status == "running")
-        output.print_stdout((f"{line}  loss {loss}" if loss else line) + source_text(rows[-1]))
-        if experts := experts_line(rows[-1]):
+        loss = format_loss(rows[-1])
+        line = format_progress_line(rows[-1], steps=steps, runs=state.status == "running")
+        output.print_stdout((f"{line}  loss {loss}" if loss else line) + format_figure_source(rows[-1]))
+        if experts := format_experts_line(rows[-1]):
             output.print_stdout(experts)
     if not state.over:
         output.print_stdout(f"launched by process {info.pid}: {info.command_line}", "dim")

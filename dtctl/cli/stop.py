@@ -59,7 +59,7 @@ def _tell_choice(run: str) -> None:
 def _stop_one_run(record: RunRecord, *, json_: bool) -> int:
     """Stop a run, and print the number of its remaining processes; return the exit code."""
     from dtctl.launch import stop as stopping
-    from dtctl.launch.cluster import cluster_of_run
+    from dtctl.launch.cluster import build_run_cluster
 
     if record.info().slurm:
         from dtctl.cli.common.slurm_runs import stop_job
@@ -71,8 +71,8 @@ def _stop_one_run(record: RunRecord, *, json_: bool) -> int:
     grace_s = float(record.plan().get("grace_s", 10.0))
     launcher = stopping.request_launcher_stop(record, wait_s=grace_s + 15)
     # The nodes are queried in any case, since a query is more reliable than the launcher's record.
-    cluster = cluster_of_run(record)
-    stopped = stopping.on_nodes(record, cluster.targets, cluster.make_transport(), note=not launcher)
+    cluster = build_run_cluster(record)
+    stopped = stopping.stop_on_nodes(record, cluster.targets, cluster.make_transport(), note=not launcher)
     code = _print_left_processes(record.run, stopped.left, json_=json_)
     if not json_:
         _print_stopped_step(record)
@@ -85,7 +85,7 @@ def _print_stopped_step(record: RunRecord) -> None:
     from dtctl.cli.common.progress_line import PRINTED, read_newest_metrics, read_training_steps
     from dtctl.launch.continuation import keeps_own_state
     from dtctl.launch.records.state import read_run_state
-    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.launch.run_spec import load_run_spec
 
     state = read_run_state(record)
     if state.done is None or state.done.status != "stopped":
@@ -97,7 +97,7 @@ def _print_stopped_step(record: RunRecord) -> None:
     elif rows:
         where = "in its output" if rows[-1].get(PRINTED) else "in its metrics"
         output.print_stderr(f"the last step {where} is {int(rows[-1]['step']):,}{total}")
-    if has_snapshot(record) or keeps_own_state(spec_of_run(record)):
+    if has_snapshot(record) or keeps_own_state(load_run_spec(record)):
         show_continuation(record)
 
 

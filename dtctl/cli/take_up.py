@@ -18,11 +18,11 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
     """Watch a run that continues by itself, and restart its workers when they fail, until it is over."""
     from dtctl.cli.common import followed_run
     from dtctl.launch.control.run import run_launch_job
-    from dtctl.launch.job_builder import attempt_of_run, job_of_run
+    from dtctl.launch.job_builder import rebuild_run_attempt, rebuild_run_job
     from dtctl.launch.records.ledger import Ledger
     from dtctl.launch.records.run_writer import RunWriter
     from dtctl.launch.records.state import read_run_state
-    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.launch.run_spec import load_run_spec
 
     record = RunWriter(folder)
     record.check_no_link()
@@ -33,13 +33,13 @@ def take_up(folder: Annotated[Path, typer.Argument(help="Folder of the run.")]) 
     with record.launcher_lock():
         if read_run_state(record).done is not None:
             return 0  # another launcher was faster, and the run has ended
-        job = job_of_run(record)
-        under_way = attempt_of_run(record, job)
+        job = rebuild_run_job(record)
+        under_way = rebuild_run_attempt(record, job)
         emit = followed_run.take_over_run(record, attempt=under_way.attempt)
         begun = time.monotonic() - (time.time() - record.info().started)
         ledger = Ledger(time.monotonic, begun=begun, phase="run")
-        with followed_run.sending_run_metrics(spec_of_run(record), record, emit):
-            with followed_run.caught_signals() as signals:
+        with followed_run.send_run_metrics(load_run_spec(record), record, emit):
+            with followed_run.catch_stop_signals() as signals:
                 result = run_launch_job(job, record, emit=emit, signals=signals, ledger=ledger, under_way=under_way)
             return followed_run.report_run_end(result, emit, record)
 

@@ -36,9 +36,9 @@ def validate(
 ) -> None:
     """Check a spec without touching any node; all problems of the spec itself are listed."""
     if schema:
-        from dtctl.spec.schema import json_schema
+        from dtctl.spec.schema import build_json_schema
 
-        output.emit_json(json_schema())
+        output.emit_json(build_json_schema())
         return
     try:
         plan, estimate, environment = _plan_checked_spec(spec, set_ or ())
@@ -77,13 +77,13 @@ def validate(
 
 def _plan_checked_spec(spec: Path, changes: Sequence[str]) -> tuple[Plan, dict[str, Any] | None, str]:
     """Return the plan of a launch without contacting a node, its memory if known, and the nodes' environment."""
-    from dtctl.launch.cluster import first_plan, resolve_cluster
+    from dtctl.launch.cluster import build_first_plan, resolve_cluster
     from dtctl.launch.files.tree import scan_pushed_files
     from dtctl.spec.load import load_spec
 
     checked = load_spec(spec, changes)
     code = scan_pushed_files(checked)
-    plan = first_plan(checked, resolve_cluster(checked, start=False), run="validate")
+    plan = build_first_plan(checked, resolve_cluster(checked, start=False), run="validate")
     if checked.job.data:
         from dtctl.launch.files.data import check_places, find_data
 

@@ -17,7 +17,7 @@ def watch(
 
     A detached run whose launcher has ended, with the machine it ran on for example, is given a new launcher first.
     """
-    from dtctl.cli.common.followed_run import failure_lines
+    from dtctl.cli.common.followed_run import format_failure_lines
     from dtctl.cli.common.remote_runs_view import find_elsewhere, watch_run
     from dtctl.cli.take_up import take_up_if_alone
     from dtctl.errors import LaunchError
@@ -41,7 +41,7 @@ def watch(
         output.print_stderr(f"run {record.run}: {read_run_state(record).status}", "bold")
         logs(run=record.run, follow=True, node=None, rank=None, tail=None, attempt=None, grep=None, since=None)
         state = read_run_state(record)
-    for line in failure_lines(state.done) if state.done else ():
+    for line in format_failure_lines(state.done) if state.done else ():
         output.print_stderr(line, "red")
     output.print_stderr(f"{state.status} after {state.duration_s:.1f} s", "bold")
     return state.done.exit_code if state.done else LaunchError.exit_code

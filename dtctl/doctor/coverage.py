@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from dtctl.doctor.checks import address_checks, collective, hardware, links, network
 from dtctl.doctor.findings import Finding
-from dtctl.doctor.node_report import NodeReport, good_ways
+from dtctl.doctor.node_report import NodeReport, find_good_ways
 
 Way = tuple[str, str]
 
@@ -149,7 +149,7 @@ def _list_untried_ways(
         called = {(caller, node) for caller, node, kind in calls if kind == "rendezvous"}
         untried["rendezvous-port"] = [way for way in every if way[1] == head.name and way not in called]
     if measured:
-        good = good_ways(well)
+        good = find_good_ways(well)
         done = {(node.name, other) for node in well for other, tries in node.measured.items() if _is_measured(tries)}
         untried["bandwidth"] = [way for way in every if way in good and way not in done]
     return untried

@@ -27,7 +27,13 @@ from dtctl.doctor.checks import (
 from dtctl.doctor.findings import Finding, order_findings
 from dtctl.doctor.node_probes import Locate, NodeProbes, NodeQuery, Progress
 from dtctl.doctor.node_report import NodeReport
-from dtctl.doctor.planned_addresses import NCCL, UsedInterface, data_address, meeting_address, named_interfaces
+from dtctl.doctor.planned_addresses import (
+    NCCL,
+    UsedInterface,
+    choose_data_address,
+    find_named_interfaces,
+    resolve_rendezvous_address,
+)
 from dtctl.launch.cluster import ResolvedCluster
 from dtctl.plan import rendezvous
 from dtctl.spec.model import Spec
@@ -105,7 +111,7 @@ def examine_spec_nodes(
     candidates = rendezvous.list_rendezvous_ports("doctor", 0, fixed if isinstance(fixed, int) else None)[:3]
     wanted = [build_node_query(spec, one, cluster) for one in cluster.nodes]
     quick = set(skip) >= set(COSTLY)
-    envs = {one.name: given_to(spec, one) for one in cluster.nodes}
+    envs = {one.name: collect_spec_variables(spec, one) for one in cluster.nodes}
     with contextlib.closing(NodeProbes(wanted, cluster.make_transport(), progress=progress)) as probes:
         reports = probes.collect_reports(
             rendezvous=candidates,
@@ -136,7 +142,7 @@ def examine_spec_nodes(
         sums = collective.AllReduceResult()
         confirmed: dict[str, Collection[str]] = {}
         if "collective" not in skip and _can_add_up(reports, findings, every_gpu=gpu):
-            variables = {one.name: launched_with(spec, one) for one in cluster.nodes}
+            variables = {one.name: collect_launch_variables(spec, one) for one in cluster.nodes}
             sums = collective.check_all_reduce(
                 probes, reports, python=python, env=variables, progress=progress, every_gpu=gpu
             )
@@ -167,17 +173,17 @@ def _can_add_up(reports: list[NodeReport], found: list[Finding], *, every_gpu: b
     )
 
 
-def given_to(spec: Spec, one: NodeSpec) -> dict[str, str]:
+def collect_spec_variables(spec: Spec, one: NodeSpec) -> dict[str, str]:
     """Return the variables that the spec sets for a node's workers."""
     return {**spec.job.env, **one.env}
 
 
-def launched_with(spec: Spec, one: NodeSpec) -> dict[str, str]:
-    """Return `given_to` with the value of `network.interface`; the spec's variables take precedence, as in a launch."""
+def collect_launch_variables(spec: Spec, one: NodeSpec) -> dict[str, str]:
+    """Return a node's variables with the value of `network.interface`; as in a launch, the spec takes precedence."""
     chosen = spec.network.interface
     name = chosen.get(one.name) if isinstance(chosen, Mapping) else chosen
     fixed = {} if name in (None, "auto") else {"GLOO_SOCKET_IFNAME": str(name), NCCL: f"={name}"}
-    return {**fixed, **given_to(spec, one)}
+    return {**fixed, **collect_spec_variables(spec, one)}
 
 
 def list_host_names(spec: Spec, cluster: ResolvedCluster) -> list[str]:
@@ -189,7 +195,7 @@ def list_host_names(spec: Spec, cluster: ResolvedCluster) -> list[str]:
 def _collect_used_interfaces(
     reports: Iterable[NodeReport], spec: Spec, envs: Mapping[str, Mapping[str, str]]
 ) -> dict[str, list[UsedInterface]]:
-    return {node.name: named_interfaces(node, spec, envs[node.name]) for node in reports}
+    return {node.name: find_named_interfaces(node, spec, envs[node.name]) for node in reports}
 
 
 def make_address_locator(spec: Spec, envs: Mapping[str, Mapping[str, str]]) -> Locate:
@@ -198,9 +204,9 @@ def make_address_locator(spec: Spec, envs: Mapping[str, Mapping[str, str]]) -> L
     def locate(reports: Sequence[NodeReport]) -> None:
         used = _collect_used_interfaces(reports, spec, envs)
         for report in reports:
-            report.data_address = data_address(report, used[report.name])
+            report.data_address = choose_data_address(report, used[report.name])
         for report in reports:
-            report.meeting = meeting_address(spec, reports[0], report)
+            report.meeting = resolve_rendezvous_address(spec, reports[0], report)
 
     return locate
 
@@ -296,7 +302,7 @@ def build_node_query(spec: Spec, one: NodeSpec, cluster: ResolvedCluster) -> Nod
         workdir=one.workdir,
         paths=(*absolute, *(() if spec.pushes else (spec.code_folder,))),
         code="" if spec.pushes else spec.code_folder,
-        env=launched_with(spec, one),
+        env=collect_launch_variables(spec, one),
         slots=one.slots if isinstance(one.slots, int) else 1,
         beside=tuple(_list_sibling_modules(spec)) if spec.pushes else (),
     )

@@ -150,7 +150,7 @@ def _mark_consequence(finding: Finding, primary: Finding) -> Finding:
     return finding
 
 
-def odd_ones(values: Mapping[str, Value]) -> tuple[tuple[str, ...], Value | None]:
+def find_odd_nodes(values: Mapping[str, Value]) -> tuple[tuple[str, ...], Value | None]:
     """Return the nodes that differ from the majority, and the majority's value; without one, all nodes and None."""
     counted = Counter(values.values()).most_common()
     if len(counted) < 2:

@@ -17,7 +17,7 @@ from typing import Any
 from dtctl import node_facts
 from dtctl.doctor import answers, rounds
 from dtctl.doctor.checks import links
-from dtctl.doctor.node_report import MEETING, REACHED, SPREAD, LoginShell, NodeReport, good_ways
+from dtctl.doctor.node_report import MEETING, REACHED, SPREAD, LoginShell, NodeReport, find_good_ways
 from dtctl.errors import ConnectError, DtctlError, NodeError
 from dtctl.launch.control.link import NodeLink, build_refusal_error, open_program, validate_node_value
 from dtctl.shell import quote_program
@@ -404,7 +404,7 @@ def _call_spread_ports(
 
     progress("opening more ports")
     _run_on_nodes(there, listen, limit_s=ANSWER_LIMIT_S, doing="opening ports")
-    good = good_ways([node.seen for node in nodes])
+    good = find_good_ways([node.seen for node in nodes])
 
     def call(node: _ProbedNode) -> None:
         targets: list[list[Any]] = []
@@ -482,8 +482,8 @@ def _measure_node_links(nodes: Sequence[_ProbedNode], seconds: float, *, token: 
     def to_itself(node: _ProbedNode) -> None:
         node.seen.own.append(measured(node, node.seen))
 
-    good = good_ways([node.seen for node in nodes])
-    every = rounds.all_pairs([node.seen.name for node in nodes if node.seen.error is None])
+    good = find_good_ways([node.seen for node in nodes])
+    every = rounds.arrange_all_pairs([node.seen.name for node in nodes if node.seen.error is None])
     for number, pairs in enumerate(every, 1):
         progress(f"measuring bandwidth and loss, round {number} of {len(every)}")
         for ways in (pairs, [(called, caller) for caller, called in pairs]):

@@ -66,7 +66,7 @@ REACHED = "reached"
 """Kind of a call to the address at which this machine reaches the node, if workers use another one."""
 
 
-def good_ways(reports: Sequence[NodeReport]) -> set[tuple[str, str]]:
+def find_good_ways(reports: Sequence[NodeReport]) -> set[tuple[str, str]]:
     """Return the (caller, called) pairs whose calls all succeeded."""
     said: dict[tuple[str, str], bool] = {}
     for node in reports:

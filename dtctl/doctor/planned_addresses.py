@@ -43,7 +43,7 @@ def is_loopback(address: str) -> bool:
     return bool((mapped or parsed).is_loopback)
 
 
-def named_interfaces(node: NodeReport, spec: Spec, env: Mapping[str, str]) -> list[UsedInterface]:
+def find_named_interfaces(node: NodeReport, spec: Spec, env: Mapping[str, str]) -> list[UsedInterface]:
     """Return the interfaces that the spec names for a node, at most one each for gloo and NCCL; empty if dtctl chooses.
 
     Args:
@@ -92,12 +92,12 @@ def find_route_interface(node: NodeReport, reports: Iterable[NodeReport]) -> str
     return next((way for other in reports if other.name != node.name and (way := ways.get(other.address))), "")
 
 
-def data_address(node: NodeReport, used: Sequence[UsedInterface]) -> str:
+def choose_data_address(node: NodeReport, used: Sequence[UsedInterface]) -> str:
     """Return the address of a node's workers: that of the named interface, or else the one that dtctl connects to."""
     return next((one.address for one in used if one.address and one.variable == GLOO), node.address)
 
 
-def meeting_address(spec: Spec, head: NodeReport, caller: NodeReport) -> str:
+def resolve_rendezvous_address(spec: Spec, head: NodeReport, caller: NodeReport) -> str:
     """Return the numeric address of the rendezvous on a node; empty if the node cannot resolve the name."""
     wanted = spec.network.rendezvous_address
     if wanted is None:

@@ -8,7 +8,7 @@ Way = tuple[str, str]
 """Names of two nodes: the caller and the called node."""
 
 
-def all_pairs(names: Sequence[str]) -> list[list[Way]]:
+def arrange_all_pairs(names: Sequence[str]) -> list[list[Way]]:
     """Return every unordered pair once, in N-1 rounds (N for odd N), by the circle method of tournaments."""
     circle: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     rounds = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dtctl.doctor.checks.links import RAN, rate_text
+from dtctl.doctor.checks.links import RAN, format_rate
 from dtctl.doctor.examine import Examination
 from dtctl.doctor.node_report import NodeReport
 
@@ -29,7 +29,7 @@ _SHORT = {
 MAX_MATRIX = 40
 
 
-def node_table(done: Examination) -> tuple[list[str], list[list[str]]]:
+def build_node_table(done: Examination) -> tuple[list[str], list[list[str]]]:
     """Return header and rows: each node's worst result in each layer.
 
     `-` means that nothing was examined, `partly` that nothing is wrong but a need of a launch was not examined.
@@ -55,7 +55,7 @@ def _summarize_layer(done: Examination, seen: NodeReport, checks: Collection[str
     return "partly" if any(finding.missing for finding in here) else "ok"
 
 
-def gpu_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
+def build_gpu_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
     """Return header and rows with the measurements of each GPU (`--gpu`); None if there are none."""
     if not done.gpus:
         return None
@@ -74,7 +74,7 @@ def _format_figure(value: float | None) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def pair_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
+def build_pair_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
     """Return header and rows of the calls between nodes; None if no pair has a problem, or too many have one."""
     names = [seen.name for seen in done.seen]
     worst: dict[tuple[str, str], str] = {}
@@ -108,7 +108,7 @@ def link_table(done: Examination) -> tuple[list[str], list[list[str]]] | None:
     if not bad or len(names) > MAX_MATRIX:
         return None
     measured = [link for link in list_link_measurements(done.seen) if link["mbit_s"]]
-    rows = _build_matrix(names, {(link["from"], link["to"]): rate_text(link["mbit_s"]) for link in measured})
+    rows = _build_matrix(names, {(link["from"], link["to"]): format_rate(link["mbit_s"]) for link in measured})
     return ["FROM \\ TO", *names], rows
 
 

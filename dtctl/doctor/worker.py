@@ -48,7 +48,7 @@ def main() -> None:
             if asked.get("what") == "gpus":
                 measure_gpus(say, torch)
             else:
-                all_reduce(asked, say, torch, dist)
+                run_all_reduce(asked, say, torch, dist)
         except Exception as exc:  # noqa: BLE001 - any error of torch is the answer
             say(error=str(exc).strip().split("\n")[0][:400] or type(exc).__name__, final=True)
         finally:
@@ -56,7 +56,7 @@ def main() -> None:
                 dist.destroy_process_group()
 
 
-def all_reduce(asked: dict[str, Any], say: Any, torch: Any, dist: Any) -> None:
+def run_all_reduce(asked: dict[str, Any], say: Any, torch: Any, dist: Any) -> None:
     """Join the process group, run an exact all_reduce, and report the number of wrong elements and the duration."""
     rank, world = asked["rank"], asked["world"]
     limit = timedelta(seconds=asked["timeout_s"])
@@ -67,7 +67,7 @@ def all_reduce(asked: dict[str, Any], say: Any, torch: Any, dist: Any) -> None:
     bad = 0
     if on_gpu:
         if "gpu" not in asked:
-            bad = wrong_gpus(torch)
+            bad = count_wrong_gpus(torch)
             say(wrong=bad)
         # Without both, barrier() uses the GPU with the number of the rank, and the next all_reduce waits on another
         # one.
@@ -99,7 +99,7 @@ def add_numbers(torch: Any, world: int, count: int, device: Any, shift: int = 0)
     return (places * world + sum(rank % 16 for rank in range(world))).to(torch.float32)
 
 
-def wrong_gpus(torch: Any) -> int:
+def count_wrong_gpus(torch: Any) -> int:
     """Return the number of this node's GPUs that compute wrong sums, if only the first takes part."""
     count = COUNT["gloo"]
     right = sum(place % PERIOD for place in range(count))
@@ -119,7 +119,7 @@ def measure_gpus(say: Any, torch: Any) -> None:
     """Measure each GPU by itself, then an all_reduce over all of them, timed on the GPUs."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        say(stage="none", error=no_gpu(torch), final=True)
+        say(stage="none", error=explain_missing_gpu(torch), final=True)
         return
     found = []
     for index in range(count):
@@ -137,7 +137,7 @@ def measure_gpus(say: Any, torch: Any) -> None:
     say(stage="measured", final=True)
 
 
-def no_gpu(torch: Any) -> str:
+def explain_missing_gpu(torch: Any) -> str:
     """Return the reason why torch sees no GPU, in torch's words."""
     try:
         torch.cuda.init()

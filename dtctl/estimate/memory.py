@@ -197,7 +197,7 @@ class ParallelLayout(Degrees):
         return degrees | ({"fsdp": self.fsdp // self.ep} if self.fsdp % self.ep == 0 else {})
 
 
-def of_mesh(degrees: Degrees) -> ParallelLayout:
+def build_mesh_layout(degrees: Degrees) -> ParallelLayout:
     """Return the layout of a mesh; a layout is returned unchanged."""
     if isinstance(degrees, ParallelLayout):
         return degrees

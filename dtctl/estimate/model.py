@@ -82,7 +82,7 @@ class ModelProfile:
         return max(0.0, self.params - self.layers * self.block_params)
 
 
-def from_inspection(data: Mapping[str, Any], *, name: str) -> ModelProfile:
+def build_inspected_model(data: Mapping[str, Any], *, name: str) -> ModelProfile:
     """Return a model from the figures of `dtctl.estimate.model_shapes`."""
     layers = max(1, int(data["layers"]))
     seq = max(1, int(data["seq"]))

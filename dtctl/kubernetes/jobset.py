@@ -22,7 +22,7 @@ from dtctl.kubernetes.pod import WORKERS
 from dtctl.plan import environment
 from dtctl.plan.build import compute_spec_digest
 from dtctl.plan.model import EnvGroup, EnvVar, NodePlan, Plan
-from dtctl.render import render_template, template_folders
+from dtctl.render import list_template_folders, render_template
 from dtctl.render.inline_node_facts import build_standalone_program
 from dtctl.spec.model import Kubernetes, Spec
 from dtctl.spec.nodes import resolve_nodes
@@ -50,7 +50,7 @@ LATE_OPTIONS: Final = {
 """Options of torchrun whose values are known only in the pod."""
 
 
-def stable_run(spec: Spec) -> str:
+def compute_stable_run_id(spec: Spec) -> str:
     """Return a run id that depends only on the spec, so that the same spec gives the same file."""
     stem = re.sub(r"[^A-Za-z0-9_]+", "-", spec.job.name).strip("-_") or "job"
     return f"{stem[:32]}-{compute_spec_digest(spec)[:8]}"
@@ -86,7 +86,7 @@ def build_patched_jobset(spec: Spec, plan: Plan, settings: Kubernetes) -> dict[s
         PlanError: the script is too long, or the patch does not fit.
         RenderError: the template is missing or wrong.
     """
-    name = object_name(plan.run)
+    name = format_object_name(plan.run)
     script = _render_pod_script(spec, plan, name)
     if len(script.encode()) > SCRIPT_BYTES:
         raise PlanError(
@@ -109,7 +109,7 @@ def build_patched_jobset(spec: Spec, plan: Plan, settings: Kubernetes) -> dict[s
     return patch.apply_merge_patch(document, settings.extra, at="kubernetes.extra")
 
 
-def object_name(run: str) -> str:
+def format_object_name(run: str) -> str:
     """Return a run's id as the name of an object: small letters, digits and dashes."""
     slug = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
     if len(slug) <= NAME_LIMIT:
@@ -165,7 +165,7 @@ def _render_pod_script(spec: Spec, plan: Plan, name: str) -> str:
         "names": names,
         "plan": plan,
         "node": node,
-        "place": environment.node_variables(
+        "place": environment.build_node_variables(
             plan.kind,
             node_rank=shell.ShellExpansion("$JOB_COMPLETION_INDEX"),
             nodes=str(len(plan.nodes)),
@@ -175,7 +175,7 @@ def _render_pod_script(spec: Spec, plan: Plan, name: str) -> str:
             attempt=attempt,
             max_restarts=str(plan.max_restarts),
         ),
-        "worker": environment.worker_variables(
+        "worker": environment.build_worker_variables(
             plan.kind, rank=shell.ShellExpansion("$rank"), local_rank=shell.ShellExpansion("$local_rank")
         ),
         "groups": [
@@ -190,9 +190,9 @@ def _render_pod_script(spec: Spec, plan: Plan, name: str) -> str:
         "grace_s": plan.grace_s,
         # The default of torchrun is 30 s. It also reads its options from the environment; older versions ignore this
         # one.
-        "shutdown_s": max(1, pod.termination_s(plan, spec.kubernetes or Kubernetes()) - SHUTDOWN_MARGIN_S),
+        "shutdown_s": max(1, pod.compute_termination_s(plan, spec.kubernetes or Kubernetes()) - SHUTDOWN_MARGIN_S),
     }
-    return render_template(TEMPLATE, values, folders=template_folders(spec.base_dir))
+    return render_template(TEMPLATE, values, folders=list_template_folders(spec.base_dir))
 
 
 def _build_thread_variables(node: NodePlan) -> list[EnvGroup]:

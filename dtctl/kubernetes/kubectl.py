@@ -21,7 +21,7 @@ def delete_argv() -> list[str]:
     return ["kubectl", "delete", "--filename", "-", "--ignore-not-found"]
 
 
-def logs_argv(job: dict[str, Any]) -> list[str]:
+def build_logs_argv(job: dict[str, Any]) -> list[str]:
     """Follows the output of all pods of a JobSet, each line with its pod's name."""
     metadata = job["metadata"]
     pods = sum(

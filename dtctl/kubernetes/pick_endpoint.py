@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 
-from dtctl.node_facts import interface_towards, usable_cores
+from dtctl.node_facts import count_usable_cores, find_interface_towards
 
 name, limit_s = sys.argv[1], float(sys.argv[2])
 deadline = time.monotonic() + limit_s
@@ -21,4 +21,4 @@ while True:
             raise SystemExit(f"dtctl: {name} is not known after {limit_s:g} s: {exc}") from None
         time.sleep(0.5)
 address = str(found[4][0])
-print(address, interface_towards(address) or "-", usable_cores())  # noqa: T201
+print(address, find_interface_towards(address) or "-", count_usable_cores())  # noqa: T201

@@ -46,7 +46,7 @@ def build_pod_template(plan: Plan, settings: Kubernetes, script: str) -> dict[st
     return {"metadata": metadata, "spec": _build_pod_spec(plan, settings)}
 
 
-def termination_s(plan: Plan, settings: Kubernetes) -> int:
+def compute_termination_s(plan: Plan, settings: Kubernetes) -> int:
     """Return seconds between the request to stop and the end of a pod."""
     return settings.termination_s or math.ceil(plan.grace_s) + TERMINATION_MARGIN_S
 
@@ -95,7 +95,7 @@ def _build_pod_spec(plan: Plan, settings: Kubernetes) -> dict[str, Any]:
         volumes.append({"name": f"volume-{number}", **source})
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": termination_s(plan, settings),
+        "terminationGracePeriodSeconds": compute_termination_s(plan, settings),
         "containers": [_build_pod_container(plan, settings)],
         "volumes": volumes,
     }

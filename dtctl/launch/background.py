@@ -15,7 +15,7 @@ from pathlib import Path
 from dtctl import children, names
 from dtctl.launch.records.events import AttemptRunning, Emit
 from dtctl.launch.records.record import RunRecord, translate_write_errors
-from dtctl.launch.records.run_writer import RunWriter, state_folder
+from dtctl.launch.records.run_writer import RunWriter, prepare_state_folder
 from dtctl.launch.records.state import read_run_state
 
 OUTPUT_FILE = "launcher.log"
@@ -52,7 +52,7 @@ def launch_in_background(base_dir: Path, run: str, *, on_event: Emit) -> tuple[i
         run: run id.
         on_event: called with every event of the run until the job runs.
     """
-    partial = state_folder(base_dir, names.RUNS_DIR).parent / f".{run}.launcher.log"
+    partial = prepare_state_folder(base_dir, names.RUNS_DIR).parent / f".{run}.launcher.log"
     # A launcher that was killed before its run had a folder has left this file, or another user has put a link here.
     partial.unlink(missing_ok=True)
     with translate_write_errors(partial):

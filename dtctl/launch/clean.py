@@ -85,11 +85,11 @@ def plan_removal(base_dir: Path, stores: NodeStores | None, rule: CleanRule) -> 
     if stores is not None:
         on_nodes, errors = stores.items()
         answered = stores.names - errors.keys()
-    found = [*items_here(base_dir), *on_nodes]
+    found = [*list_removable_items(base_dir), *on_nodes]
     covered = [item for item in found if rule.covers(item)]
     own_runs = {item.name for item in covered if item.kind == "run" and item.node == HERE}
-    needed = needed_runs(base_dir, own_runs)
-    elsewhere = runs_elsewhere(base_dir, answered)
+    needed = find_needed_runs(base_dir, own_runs)
+    elsewhere = find_runs_elsewhere(base_dir, answered)
     unreachable = elsewhere & (own_runs - needed)
     staying = needed | unreachable
     items = [item for item in covered if item.kind != "run" or item.name not in staying]
@@ -108,7 +108,7 @@ def _list_runs_in(item: RemovableItem) -> set[str]:
     if item.kind == "sandbox":
         from dtctl.sandbox import control
 
-        return set(control.runs_on(item.name))
+        return set(control.list_sandbox_runs(item.name))
     return {item.name} if item.kind == "run" else set()
 
 
@@ -144,7 +144,7 @@ def _note_removed_files(base_dir: Path, node: str, runs: Collection[str]) -> Non
             RunWriter(record.folder).write_info(replace(info, removed={**info.removed, node: time.time()}))
 
 
-def items_here(base_dir: Path) -> list[RemovableItem]:
+def list_removable_items(base_dir: Path) -> list[RemovableItem]:
     """Return runs of this folder that are over, wheels that were downloaded for nodes, and sandboxes that are down."""
     runs = [record for record in list_run_records(base_dir) if _is_over(record)]
     wheels = [item for _, item in _find_downloaded_wheels(base_dir)]
@@ -189,7 +189,7 @@ def _job_folder(record: RunRecord) -> Path | None:
     return folder if record.info().slurm and is_beside else None
 
 
-def runs_elsewhere(base_dir: Path, asked: Collection[str]) -> frozenset[str]:
+def find_runs_elsewhere(base_dir: Path, asked: Collection[str]) -> frozenset[str]:
     """Return the runs with files on nodes that were not queried: the record here is the only trace of those files.
 
     Args:
@@ -204,7 +204,7 @@ def runs_elsewhere(base_dir: Path, asked: Collection[str]) -> frozenset[str]:
     )
 
 
-def needed_runs(base_dir: Path, going: Iterable[str]) -> frozenset[str]:
+def find_needed_runs(base_dir: Path, going: Iterable[str]) -> frozenset[str]:
     """Return the runs that a remaining run continues: the remaining run uses their snapshots and outputs.
 
     Args:
@@ -227,7 +227,7 @@ def _is_over(record: RunRecord) -> bool:
 def _find_unused_sandboxes() -> Iterator[RemovableItem]:
     from dtctl.sandbox import control, layout
 
-    top = layout.state_dir("x").parent
+    top = layout.build_state_dir("x").parent
     for folder in sorted(top.iterdir()) if top.is_dir() else ():
         is_ours = (folder / folders.MARKER).is_file() and not folder.is_symlink()
         if is_ours and control.find_running_sandbox(folder.name) is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from dtctl import folders
 from dtctl.errors import LaunchError, PlanError
 from dtctl.launch import trust
-from dtctl.node_facts import usable_cores
+from dtctl.node_facts import count_usable_cores
 from dtctl.spec.model import Cluster, Spec, SshClient
 from dtctl.spec.nodes import NodeSpec, resolve_nodes, resolve_spares
 from dtctl.transport.base import Target, Transport
@@ -68,15 +68,15 @@ def resolve_cluster(spec: Spec, *, start: bool, record: RunRecord | None = None)
     return replace(cluster, make_transport=make_transport)
 
 
-def cluster_of_run(record: RunRecord) -> ResolvedCluster:
+def build_run_cluster(record: RunRecord) -> ResolvedCluster:
     """Return the nodes of a run that was launched before, and their transport.
 
     Raises:
         SpecError: the copy of its spec is gone or broken.
     """
-    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.launch.run_spec import load_run_spec
 
-    return resolve_cluster(spec_of_run(record), start=False, record=record)
+    return resolve_cluster(load_run_spec(record), start=False, record=record)
 
 
 def _cluster_of(spec: Spec, *, start: bool) -> ResolvedCluster:
@@ -92,7 +92,7 @@ def _cluster_of(spec: Spec, *, start: bool) -> ResolvedCluster:
     first = [targets[node.name] for node in nodes]
     client = spec.cluster.ssh
     return ResolvedCluster(
-        nodes=nodes, spares=spares, targets=targets, make_transport=lambda: ssh_transport(first, client)
+        nodes=nodes, spares=spares, targets=targets, make_transport=lambda: make_ssh_transport(first, client)
     )
 
 
@@ -110,7 +110,7 @@ def _make_local_transport() -> Transport:
     return LocalTransport()
 
 
-def ssh_transport(targets: Iterable[Target], client: SshClient = "auto") -> Transport:
+def make_ssh_transport(targets: Iterable[Target], client: SshClient = "auto") -> Transport:
     """Return a transport over SSH to these nodes, which has begun to log in.
 
     Args:
@@ -221,10 +221,10 @@ def _resolve_sandbox_cluster(spec: Spec, *, start: bool) -> ResolvedCluster:
 
     nodes, spares = resolve_nodes(spec), resolve_spares(spec)
     required = (*nodes, *spares)
-    name = control.default_name()
+    name = control.choose_default_name()
     sandbox = control.find_running_sandbox(name)
     if sandbox is None and start:
-        sandbox = control.up_or_running(name, nodes=len(required))
+        sandbox = control.ensure_sandbox_up(name, nodes=len(required))
     if sandbox is None:
         return ResolvedCluster(nodes=nodes, spares=spares, targets={}, make_transport=_reject_stopped_sandbox)
     hosts = {node.name: node for node in sandbox.nodes}
@@ -260,7 +260,7 @@ def _resolve_sandbox_cluster(spec: Spec, *, start: bool) -> ResolvedCluster:
             from dtctl.sandbox.world import make_socket_opener
 
             return _paramiko_transport(called, make_socket_opener(sandbox))
-        return ssh_transport(called, spec.cluster.ssh)
+        return make_ssh_transport(called, spec.cluster.ssh)
 
     count = len(nodes)
     return ResolvedCluster(nodes=placed[:count], spares=placed[count:], targets=targets, make_transport=make_transport)
@@ -275,7 +275,7 @@ def _reject_stopped_sandbox() -> Transport:
     raise PlanError("the sandbox is not up", hint="dtctl sandbox up")
 
 
-def with_environment(cluster: ResolvedCluster, digest: str, workdir: str = "") -> ResolvedCluster:
+def set_cluster_environment(cluster: ResolvedCluster, digest: str, workdir: str = "") -> ResolvedCluster:
     """Return the cluster with nodes that run programs in an environment; see `set_job_python`."""
     return replace(
         cluster,
@@ -297,7 +297,7 @@ def set_job_python(nodes: Iterable[NodeSpec], digest: str, workdir: str = "") ->
     return tuple(map(add_python, nodes))
 
 
-def first_plan(spec: Spec, cluster: ResolvedCluster, *, run: str) -> Plan:
+def build_first_plan(spec: Spec, cluster: ResolvedCluster, *, run: str) -> Plan:
     """Return the plan as it is known before any node was queried; a dry run shows this plan.
 
     Raises:
@@ -318,9 +318,9 @@ def compute_machine_share(spec: Spec) -> MachineShare | None:
     from dtctl.plan.environment import MachineShare
 
     if spec.cluster.transport == "local":
-        return MachineShare(cores=usable_cores(), nodes=1, threads=os.environ.get("OMP_NUM_THREADS"))
+        return MachineShare(cores=count_usable_cores(), nodes=1, threads=os.environ.get("OMP_NUM_THREADS"))
     if spec.cluster.transport == "sandbox":
-        return MachineShare(cores=usable_cores(), nodes=len(resolve_nodes(spec)))
+        return MachineShare(cores=count_usable_cores(), nodes=len(resolve_nodes(spec)))
     return None
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dtctl.errors import DtctlError, LaunchError, SnapshotError
 from dtctl.launch.records.record import RunRecord, describe_removal
 from dtctl.launch.records.state import read_run_state
-from dtctl.launch.run_spec import spec_of_run
+from dtctl.launch.run_spec import load_run_spec
 from dtctl.launch.snapshot_answers import SnapshotListing
 from dtctl.launch.snapshots import RunSnapshots, lies_in_run_folder
 from dtctl.spec.model import Spec, Train
@@ -45,7 +45,7 @@ def build_continuation_spec(spec: Spec, earlier: RunRecord) -> tuple[Spec, Mappi
         SpecError: the copy of its spec is gone or broken.
         TransportError: none of its nodes can be queried.
     """
-    folder, has_own_state = spec_of_run(earlier).snapshot_dir, keeps_own_state(spec)
+    folder, has_own_state = load_run_spec(earlier).snapshot_dir, keeps_own_state(spec)
     if lies_in_run_folder(folder) and (has_own_state or not earlier.info().snapshots):
         nodes = [node["name"] for node in earlier.whole_plan()["nodes"]]
         if removal := describe_removal(earlier.run, earlier.info().removed, nodes):
@@ -53,8 +53,8 @@ def build_continuation_spec(spec: Spec, earlier: RunRecord) -> tuple[Spec, Mappi
     if not has_own_state:
         _require_snapshot(earlier)
     if folder is not None and ("://" in folder or posixpath.isabs(folder)):
-        return with_folder(spec, folder), {}
-    return with_folder(spec, None), find_snapshot_folders(earlier, folder)
+        return set_snapshot_folder(spec, folder), {}
+    return set_snapshot_folder(spec, None), find_snapshot_folders(earlier, folder)
 
 
 def keeps_own_state(spec: Spec) -> bool:
@@ -89,13 +89,13 @@ def find_snapshot_folders(earlier: RunRecord, job_folder: str | None) -> dict[st
     return folder_of
 
 
-def shared_folder(record: RunRecord) -> str | None:
+def find_shared_snapshot_folder(record: RunRecord) -> str | None:
     """Return the folder or URL of snapshots in a run's spec, if it is the same one for every launch of the spec."""
-    folder = spec_of_run(record).snapshot_dir
+    folder = load_run_spec(record).snapshot_dir
     return folder if folder is not None and ("://" in folder or posixpath.isabs(folder)) else None
 
 
-def with_folder(spec: Spec, folder: str | None) -> Spec:
+def set_snapshot_folder(spec: Spec, folder: str | None) -> Spec:
     """Return the spec with this folder of snapshots; None: the run's own folder."""
     if folder == spec.snapshot_dir:
         return spec

@@ -46,7 +46,7 @@ def build_inside_command(
         attempt: attempt that provides the variables of the command.
         window: columns and rows of the command's terminal; None: the command has no terminal.
     """
-    command = command_line(argv, window)
+    command = format_command_line(argv, window)
     script = _ENTER.format(
         run_dir=shell.quote_program(run_dir), run_var=names.RUN_DIR, metrics_var=names.METRICS,
         snapshots_var=names.SNAPSHOT_DIR, attempt=attempt, command=command,
@@ -54,10 +54,10 @@ def build_inside_command(
     return shell.join_command(["bash", "-c", script])
 
 
-def command_line(argv: Sequence[str], window: tuple[int, int] | None) -> str:
+def format_command_line(argv: Sequence[str], window: tuple[int, int] | None) -> str:
     """Return a command as shell text, in a terminal of so many columns and rows unless `window` is None."""
     words = list(argv)
-    if len(words) == 1 and (shell.shell_syntax(words[0]) or " " in words[0].strip()):
+    if len(words) == 1 and (shell.find_shell_syntax(words[0]) or " " in words[0].strip()):
         words = ["bash", "-c", words[0]]
     command = shell.join_command(words)
     if window is None:

@@ -23,7 +23,7 @@ from dtctl.launch.files.relay import BlockRelay
 from dtctl.launch.files.tree import FileTree, scan_push_tree
 from dtctl.launch.records.events import PushProgress, PushReport
 from dtctl.launch.records.record import RunRecord, check_no_link
-from dtctl.launch.run_spec import spec_of_run
+from dtctl.launch.run_spec import load_run_spec
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.environment import ON_CPUS, read_job_secrets
 from dtctl.plan.model import Plan, ThreadCount
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
     from dtctl.plan.model import NodePlan
 
 
-def job_of_run(record: RunRecord) -> LaunchJob:
+def rebuild_run_job(record: RunRecord) -> LaunchJob:
     """Return the job of a run that was launched before; its files are not pushed again.
 
     Raises:
         SpecError: the copy of its spec is gone or broken.
         PlanError: a secret that the job needs is not set here.
     """
-    spec = spec_of_run(record)
+    spec = load_run_spec(record)
     cluster = resolve_cluster(spec, start=False, record=record)
     info = record.info()
     if info.environment:
-        cluster = clusters.with_environment(cluster, info.environment)
+        cluster = clusters.set_cluster_environment(cluster, info.environment)
     job = build_launch_job(
         spec, cluster, run=record.run, keep=True, code=None, token=info.token, snapshots=info.snapshots
     )
@@ -70,7 +70,7 @@ def job_of_run(record: RunRecord) -> LaunchJob:
     )
 
 
-def attempt_of_run(record: RunRecord, job: LaunchJob) -> Plan:
+def rebuild_run_attempt(record: RunRecord, job: LaunchJob) -> Plan:
     """Make the plan of the newest attempt of a run again.
 
     Raises:
@@ -87,7 +87,7 @@ def attempt_of_run(record: RunRecord, job: LaunchJob) -> Plan:
     )
 
 
-def this_user() -> str:
+def format_this_user() -> str:
     """Return user and machine, `user@host`."""
     try:
         user = getpass.getuser()
@@ -98,7 +98,7 @@ def this_user() -> str:
 
 def build_run_origin(command: str, started: float) -> RunOrigin:
     """Return the origin of the run for the nodes; `started` in seconds since the epoch."""
-    return RunOrigin(launched_from=this_user(), command=command[:COMMAND_CHARACTERS], started=started)
+    return RunOrigin(launched_from=format_this_user(), command=command[:COMMAND_CHARACTERS], started=started)
 
 
 class CodePush:
@@ -181,7 +181,7 @@ def build_launch_job(
     """
     from dtctl.launch.control.launch_job import LaunchJob
 
-    plan = clusters.first_plan(spec, cluster, run=run)
+    plan = clusters.build_first_plan(spec, cluster, run=run)
     for push in (code, data, environment):
         if push is not None:
             push.expect_nodes(len(cluster.nodes) + len(cluster.spares))
@@ -214,9 +214,9 @@ def build_launch_job(
         return next(node for node in plan.nodes if node.name == spare.name)
 
     def make_script(plan: Plan, node: NodePlan) -> str:
-        from dtctl.render import node_script  # The import overlaps the connections to the nodes.
+        from dtctl.render import render_node_script  # The import overlaps the connections to the nodes.
 
-        return node_script(plan, node, base_dir=spec.base_dir)
+        return render_node_script(plan, node, base_dir=spec.base_dir)
 
     transport = cluster.make_transport()
     copies = None

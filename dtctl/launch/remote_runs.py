@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from dtctl.errors import DtctlError, LaunchError, suggest_name
 from dtctl.launch.cluster import ResolvedCluster
 from dtctl.launch.control.link import NodeLink, open_node
-from dtctl.launch.job_builder import this_user
+from dtctl.launch.job_builder import format_this_user
 from dtctl.launch.orphaned_runs import OrphanedRunNode, sweep_nodes
 from dtctl.launch.records.events import decide_end_status
 from dtctl.spec.nodes import NodeSpec
@@ -133,7 +133,9 @@ class RemoteRuns:
             node = self._nodes[name]
             target = OrphanedRunNode(target=self._cluster.targets[name], python=node.python, workdir=node.workdir)
             token = run.nodes[name].token
-            answers = sweep_nodes([target], self.transport, run=run.run, token=token, grace_s=GRACE_S, by=this_user())
+            answers = sweep_nodes(
+                [target], self.transport, run=run.run, token=token, grace_s=GRACE_S, by=format_this_user()
+            )
             answer = answers[name]
             if isinstance(answer, DtctlError):
                 raise answer

@@ -9,7 +9,7 @@ from dtctl.spec.load import parse_spec
 from dtctl.spec.model import Spec
 
 
-def spec_of_run(record: RunRecord) -> Spec:
+def load_run_spec(record: RunRecord) -> Spec:
     """Return the spec that a run was launched with.
 
     Raises:

@@ -13,10 +13,10 @@ from typing import IO, Any
 
 from dtctl import children, names, shell
 from dtctl.errors import DtctlError, LaunchError, NodeError, SnapshotError
-from dtctl.launch.cluster import cluster_of_run
+from dtctl.launch.cluster import build_run_cluster
 from dtctl.launch.control.link import SilenceLimit
 from dtctl.launch.records.record import RunRecord, describe_removal
-from dtctl.launch.run_spec import spec_of_run
+from dtctl.launch.run_spec import load_run_spec
 from dtctl.launch.snapshot_answers import ANSWER_BYTES, A, parse_answer
 from dtctl.schema import InvalidMessage, check_prose
 from dtctl.supervisor import run_workdir
@@ -67,7 +67,7 @@ class RunSnapshots:
             SpecError: the copy of its spec is gone or broken.
         """
         plan = record.whole_plan()
-        cluster, spec = cluster_of_run(record), spec_of_run(record)
+        cluster, spec = build_run_cluster(record), load_run_spec(record)
         self._make_transport = cluster.make_transport
         folder = spec.snapshot_dir
         info = record.info()

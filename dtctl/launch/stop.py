@@ -51,7 +51,7 @@ def request_launcher_stop(record: RunRecord, *, wait_s: float) -> bool:
     )
 
 
-def on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: Transport, *, note: bool) -> StopResult:
+def stop_on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: Transport, *, note: bool) -> StopResult:
     """End the run on its nodes, also while a launcher still watches it.
 
     Args:

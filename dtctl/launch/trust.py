@@ -83,7 +83,7 @@ def _list_command_phrases(config: Path) -> list[str]:
     return [f"{config.name} has `{line}`, which can run commands here" for line in risky]
 
 
-def sent_items(spec: Spec) -> list[str]:
+def list_sent_items(spec: Spec) -> list[str]:
     """Return a phrase for each further item that leaves this machine or vouches for nodes, for the dry run."""
     phrases = [
         f"variables of this machine that match {pattern} are sent (job.env_from)" for pattern in spec.job.env_from
@@ -110,7 +110,7 @@ def sent_items(spec: Spec) -> list[str]:
     return phrases
 
 
-def likely_secrets(spec: Spec, environ: dict[str, str]) -> list[str]:
+def find_likely_secrets(spec: Spec, environ: dict[str, str]) -> list[str]:
     """Return the variables of `job.env_from` with names of secrets, which would appear in scripts and plans."""
     from fnmatch import fnmatchcase
 

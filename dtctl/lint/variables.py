@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from dtctl.lint.model import Severity
-from dtctl.nccl.catalogue import closest_name, load_variable_catalogue
+from dtctl.nccl.catalogue import find_closest_name, load_variable_catalogue
 
 NAME = re.compile(r"(?:NCCL|RCCL|TORCH_NCCL|TORCH_FR|GLOO)_[A-Z0-9_]+\Z")
 
@@ -21,7 +21,7 @@ def check_variable_setting(name: str, value: str | None) -> tuple[Severity, str,
     """
     variable = load_variable_catalogue().get(name)
     if variable is None:
-        suggestion = closest_name(name) if NAME.match(name) else ""
+        suggestion = find_closest_name(name) if NAME.match(name) else ""
         return ("warning", f"there is no variable {name}", f"{suggestion} is probably meant") if suggestion else None
     if variable.kind == "dead":
         instead = "remove it" if variable.instead == "nothing" else f"use {variable.instead}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from dtctl.launch.records.record import RunRecord
-from dtctl.launch.run_spec import spec_of_run
+from dtctl.launch.run_spec import load_run_spec
 from dtctl.metrics.service import LOOK_S, MetricsService
 
 FINISH_S: Final = 6.0
@@ -35,7 +35,7 @@ def main(folder: Path) -> None:
     gone = threading.Event()
     threading.Thread(target=_watch_launcher, args=(gone,), daemon=True).start()
     record = RunRecord(folder)
-    service = MetricsService(record, spec_of_run(record))
+    service = MetricsService(record, load_run_spec(record))
     while True:
         is_last = gone.is_set()
         service.evaluate_new_figures()

@@ -14,7 +14,7 @@ from typing import Final
 from dtctl.errors import DtctlError, LaunchError
 from dtctl.launch.records.events import AlertChanged, Event, Note
 from dtctl.launch.records.record import RunRecord
-from dtctl.launch.records.run_writer import state_folder, write_private
+from dtctl.launch.records.run_writer import prepare_state_folder, write_private
 from dtctl.metrics import messages, send
 from dtctl.metrics.alerts import AlertRules
 from dtctl.metrics.families import build_metric_families, format_prometheus_text
@@ -91,7 +91,7 @@ class MetricsService:
         send_launcher_event(Note(text=f"metrics: http://{place}/metrics"))
         if port == "auto":
             with contextlib.suppress(LaunchError):
-                self._target = state_folder(self._record.base_dir, TARGETS_DIR) / f"{self._record.run}.json"
+                self._target = prepare_state_folder(self._record.base_dir, TARGETS_DIR) / f"{self._record.run}.json"
                 write_private(self._target, json.dumps([{"targets": [place], "labels": {}}]) + "\n")
 
     def _alert_receiver(self) -> MessageSender | None:

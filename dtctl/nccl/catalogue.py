@@ -52,7 +52,7 @@ def _build_catalogue_variable(name: str, entry: dict[str, Any]) -> NcclVariable:
 
 
 @functools.cache
-def closest_name(name: str) -> str:
+def find_closest_name(name: str) -> str:
     """Return the known variable that `name` is probably a misspelling of; empty when none is near."""
     matches = difflib.get_close_matches(name, load_variable_catalogue(), n=1, cutoff=0.9)
     return matches[0] if matches else ""

@@ -13,7 +13,7 @@ from typing import Any
 
 from dtctl import node_facts
 from dtctl.plan import environment as env
-from dtctl.plan.commands import UserProgram, node_argv
+from dtctl.plan.commands import UserProgram, build_node_argv
 from dtctl.plan.model import (
     WORKER_KINDS,
     EnvVar,
@@ -24,7 +24,7 @@ from dtctl.plan.model import (
     Rendezvous,
     ThreadCount,
     assign_worker_ranks,
-    world_size,
+    count_workers,
 )
 
 
@@ -93,7 +93,7 @@ def bind_plan(template: PlanTemplate, attempt: AttemptFacts) -> Plan:
     """
     placements = assign_worker_ranks({node.name: node.slots for node in template.nodes})
     threads = None if template.share else attempt.threads or env.compute_worker_threads(attempt.cores, placements)
-    total = world_size(placements)
+    total = count_workers(placements)
     on_cpus = all(_count_template_gpus(node, attempt.gpus) == 0 for node in template.nodes)
     nodes = []
     for node, placement in zip(template.nodes, placements, strict=True):
@@ -137,7 +137,7 @@ def bind_plan(template: PlanTemplate, attempt: AttemptFacts) -> Plan:
 def _build_node_plan(
     template: PlanTemplate, node: NodeTemplate, placement: NodeRanks, meeting: Rendezvous, env: tuple[EnvVar, ...]
 ) -> NodePlan:
-    argv = node_argv(
+    argv = build_node_argv(
         template.program,
         kind=template.kind,
         python=node.job_python or node.python,
@@ -171,19 +171,19 @@ def _count_template_gpus(node: NodeTemplate, found: Mapping[str, int]) -> int | 
     count = found.get(node.name)
     # The node has counted its GPUs with its own variables; the variables of the job may hide some of them.
     given = {variable.name: variable.value for variable in node.env}
-    return None if count is None else node_facts.visible_gpus(given, count)
+    return None if count is None else node_facts.count_visible_gpus(given, count)
 
 
-def to_json(template: PlanTemplate) -> dict[str, Any]:
+def encode_template(template: PlanTemplate) -> dict[str, Any]:
     """Return a template as a JSON object."""
     return asdict(template)
 
 
 def parse_plan_template(document: Mapping[str, Any]) -> PlanTemplate:
-    """Return the template that `to_json` has made an object of.
+    """Return the template that `encode_template` has made an object of.
 
     Raises:
-        KeyError, TypeError: the object is not from `to_json`.
+        KeyError, TypeError: the object is not from `encode_template`.
     """
     values = {**document}
     values["nodes"] = tuple(

@@ -24,8 +24,8 @@ from dtctl.plan.model import (
     Rendezvous,
     ThreadCount,
     assign_worker_ranks,
+    count_workers,
     require_equal_slots,
-    world_size,
 )
 from dtctl.plan.rendezvous import build_rendezvous, list_rendezvous_ports, resolve_numeric_address
 from dtctl.plan.warnings import list_warnings
@@ -103,7 +103,7 @@ def make_template(
         address=spec.network.rendezvous_address or facts.address or resolve_numeric_address(head.address),
         port=port,
     )
-    total = world_size(placements)
+    total = count_workers(placements)
     slots_known = all(isinstance(node.slots, int) or node.name in facts.gpus for node in nodes)
     generated = _generate_needed_input(spec, kind, placements, slots_known=slots_known)
     program = _build_job_program(spec, generated, facts.source)
@@ -178,10 +178,10 @@ def _build_node_template(
 ) -> NodeTemplate:
     variables = env.merge_variables(
         env.build_framework_variables(generated.env, framework=kind),
-        env.from_environ(spec.job.env_from, facts.environ),
+        env.select_environ_variables(spec.job.env_from, facts.environ),
         _build_interface_variables(spec, node),
-        env.from_spec(spec.job.env, origin="job.env"),
-        env.from_spec(node.env, origin=f"cluster.nodes: {node.name}"),
+        env.list_spec_variables(spec.job.env, origin="job.env"),
+        env.list_spec_variables(node.env, origin=f"cluster.nodes: {node.name}"),
         env.train_config(spec.settings),
     )
     script = spec.job.script
@@ -272,7 +272,7 @@ def _count_spec_gpus(node: NodeSpec, facts: PlanFacts, given: Mapping[str, str])
     """Return the number of GPUs that workers of a node can use; None before it is counted."""
     count = facts.gpus.get(node.name)
     # The node has counted its GPUs with its own variables; the variables of the job may hide some of them.
-    return None if count is None else node_facts.visible_gpus(given, count)
+    return None if count is None else node_facts.count_visible_gpus(given, count)
 
 
 def _build_interface_variables(spec: Spec, node: NodeSpec) -> list[EnvVar]:

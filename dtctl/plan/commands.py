@@ -64,7 +64,7 @@ class UserProgram:
         return (python, "-u", *target, *self.args)
 
 
-def node_argv(
+def build_node_argv(
     program: UserProgram, *, kind: str, python: str | None, placement: NodeRanks, nodes: int, rendezvous: Rendezvous
 ) -> tuple[str, ...]:
     """Return the command at the end of the node script.
@@ -117,7 +117,7 @@ def _build_torchrun_argv(
     return (*start, *options, *target, *program.args)
 
 
-def with_options(argv: Sequence[str], options: Mapping[str, str]) -> list[str]:
+def replace_torchrun_options(argv: Sequence[str], options: Mapping[str, str]) -> list[str]:
     """Return an argv of torchrun with other words for some of its options; nothing behind the script is touched."""
     words: list[str] = []
     for at, word in enumerate(argv):

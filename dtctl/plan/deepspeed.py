@@ -51,12 +51,12 @@ def _from_settings(settings: FrameworkSettings) -> dict[str, Any]:
     return generated
 
 
-def as_argument(config: dict[str, Any]) -> str:
+def format_config_argument(config: dict[str, Any]) -> str:
     """Return a configuration as one word, which DeepSpeed accepts in place of a file; no file stays on a node."""
-    return base64.urlsafe_b64encode(as_text(config).encode()).decode()
+    return base64.urlsafe_b64encode(format_config_text(config).encode()).decode()
 
 
-def as_text(config: dict[str, Any]) -> str:
+def format_config_text(config: dict[str, Any]) -> str:
     """Return a configuration as JSON on one line."""
     return json.dumps(config, sort_keys=True, separators=(",", ":"))
 

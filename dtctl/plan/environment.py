@@ -137,7 +137,7 @@ def compute_worker_threads(cores: Mapping[str, int], placements: Sequence[NodeRa
     return ThreadCount(number=max(1, count // least.slots), reason=reason)
 
 
-def from_environ(patterns: Iterable[str], environ: Mapping[str, str]) -> list[EnvVar]:
+def select_environ_variables(patterns: Iterable[str], environ: Mapping[str, str]) -> list[EnvVar]:
     """Return the variables of the control machine that match a pattern of `job.env_from`, by name.
 
     Raises:
@@ -182,7 +182,7 @@ def check_text(name: str, value: str, *, where: str) -> None:
         raise PlanError(f"the value of {name} is not text in UTF-8", where=where) from None
 
 
-def from_spec(env: Mapping[str, str], *, origin: str) -> list[EnvVar]:
+def list_spec_variables(env: Mapping[str, str], *, origin: str) -> list[EnvVar]:
     """Return the variables that the spec sets.
 
     Raises:
@@ -214,7 +214,7 @@ def build_identity_variables(
     max_restarts: int,
     rack: str | None = None,
 ) -> list[EnvVar]:
-    """Return the variables of the node's position, for all of its workers; `worker_variables` has the others."""
+    """Return the variables of the node's position, for all of its workers; `build_worker_variables` has the others."""
     values = {
         names.RUN_ID: run,
         names.ATTEMPT: str(attempt),
@@ -227,7 +227,7 @@ def build_identity_variables(
         values[names.RACK] = rack
     if kind != "torchrun":
         values |= {names.MASTER_ADDR: rendezvous.address, names.MASTER_PORT: str(rendezvous.port)}
-    values |= node_variables(
+    values |= build_node_variables(
         kind,
         node_rank=str(placement.node_rank),
         nodes=str(nodes),
@@ -240,7 +240,7 @@ def build_identity_variables(
     return [EnvVar(name=name, value=value, origin=PLACE) for name, value in values.items()]
 
 
-def node_variables(
+def build_node_variables(
     kind: str,
     *,
     node_rank: str,
@@ -303,7 +303,7 @@ def build_framework_variables(variables: Mapping[str, str], *, framework: str) -
     return [EnvVar(name=name, value=value, origin=f"spec: train, for {framework}") for name, value in variables.items()]
 
 
-def worker_variables(kind: str, *, rank: str, local_rank: str) -> dict[str, str]:
+def build_worker_variables(kind: str, *, rank: str, local_rank: str) -> dict[str, str]:
     """Return the variables of one worker of a node that dtctl starts itself; values may be text for a shell."""
     if kind not in WORKER_KINDS:
         return {}

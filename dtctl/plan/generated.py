@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from dtctl import names, shell
 from dtctl.errors import PlanError
-from dtctl.plan.model import WORKER_KINDS, GeneratedConfig, Kind, NodeRanks, world_size
+from dtctl.plan.model import WORKER_KINDS, GeneratedConfig, Kind, NodeRanks, count_workers
 from dtctl.spec.model import Spec
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def generate_framework_input(
     # Few jobs have one of these frameworks, and no job has two.
     from dtctl.plan.frameworks import collect_framework_settings
 
-    settings = collect_framework_settings(spec, framework, workers=world_size(placements), per_node=per_node)
+    settings = collect_framework_settings(spec, framework, workers=count_workers(placements), per_node=per_node)
     if kind == "accelerate":
         from dtctl.plan import accelerate
 
@@ -71,9 +71,9 @@ def _generate_deepspeed_input(
     framework_config = deepspeed.build_deepspeed_config(settings)
     if not framework_config:
         return GeneratedConfig(args=local_rank)
-    config = (deepspeed.CONFIG_ARGUMENT, deepspeed.as_argument(framework_config)) if as_argument else ()
+    config = (deepspeed.CONFIG_ARGUMENT, deepspeed.format_config_argument(framework_config)) if as_argument else ()
     return GeneratedConfig(
-        env={names.DEEPSPEED_CONFIG: deepspeed.as_text(framework_config)}, args=(*local_rank, *config)
+        env={names.DEEPSPEED_CONFIG: deepspeed.format_config_text(framework_config)}, args=(*local_rank, *config)
     )
 
 

@@ -201,7 +201,7 @@ def assign_worker_ranks(slots: Mapping[str, int]) -> tuple[NodeRanks, ...]:
     return tuple(placements)
 
 
-def world_size(placements: Sequence[NodeRanks]) -> int:
+def count_workers(placements: Sequence[NodeRanks]) -> int:
     """Return the number of workers of the job."""
     return sum(placement.slots for placement in placements)
 

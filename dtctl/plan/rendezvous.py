@@ -14,7 +14,7 @@ from dtctl.errors import PlanError
 from dtctl.plan.model import Rendezvous
 
 
-def rendezvous_id(run: str, attempt: int) -> str:
+def build_rendezvous_id(run: str, attempt: int) -> str:
     """Id of one attempt's rendezvous."""
     return f"{run}.{attempt}"
 
@@ -70,4 +70,4 @@ def check_reachable(address: str, *, node: str, nodes: int) -> None:
 
 def build_rendezvous(run: str, attempt: int, *, address: str, port: int) -> Rendezvous:
     """Return the meeting point of one attempt."""
-    return Rendezvous(run_id=rendezvous_id(run, attempt), address=address, port=port)
+    return Rendezvous(run_id=build_rendezvous_id(run, attempt), address=address, port=port)

@@ -30,7 +30,7 @@ def check_training(spec: Spec, *, workers: int, per_node: int, nodes: int) -> li
         PlanError: the workers would refuse the mesh, the sizes of a batch, or settings that do not go together.
         SpecError: an argument of the job that begins with `--train.` is wrong.
     """
-    arguments = settings.from_argv(spec.job.args)
+    arguments = settings.parse_argv_settings(spec.job.args)
     settings.build(TrainConfig, arguments, at="train", where="the job's arguments")
     values = settings.merge_settings(spec.settings, arguments)
     if spec.cluster.transport == "slurm" and values.get("snapshot", {}).get("memory") is not None:

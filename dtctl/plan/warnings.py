@@ -8,7 +8,7 @@ from typing import Final
 
 from dtctl.plan.commands import choose_interpreter
 from dtctl.spec.model import NodeEntry, Spec
-from dtctl.spec.nodes import NodeSpec, gpus_of_gres
+from dtctl.spec.nodes import NodeSpec, count_gres_gpus
 
 _LOGIN: Final = (
     "cluster.user", "cluster.port", "cluster.identity_file", "cluster.known_hosts", "cluster.ssh_config",
@@ -55,7 +55,7 @@ def list_warnings(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) ->
         warnings.append(
             f"{spec.plain_reason}: nothing in the job detects a hang, restarts failed workers or replaces lost ones"
         )
-    if keys := unused_keys(spec):
+    if keys := find_unused_keys(spec):
         verb = "has" if len(keys) == 1 else "have"
         where = "without dtctl's launcher in the job" if spec.is_plain else f"with transport {transport}"
         warnings.append(f"{', '.join(keys)} {verb} no effect {where}")
@@ -91,7 +91,7 @@ def _useless_activation(spec: Spec, nodes: Sequence[NodeSpec]) -> str:
     )
 
 
-def unused_keys(spec: Spec) -> list[str]:
+def find_unused_keys(spec: Spec) -> list[str]:
     """Return the keys that a spec sets and its launch does not use, sorted."""
     unused = {*UNUSED[spec.cluster.transport]}
     if spec.cluster.transport == "slurm":
@@ -131,7 +131,7 @@ def _scarce_cores(spec: Spec, nodes: Sequence[NodeSpec], *, per_worker: bool) ->
     said = ("cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus")
     if slurm is None or slurm.cpus_per_task or slurm.exclusive or any(key in slurm.extra for key in said):
         return ""
-    gpus = max((gpus_of_gres(node.gres or "") for node in nodes), default=0)
+    gpus = max((count_gres_gpus(node.gres or "") for node in nodes), default=0)
     if gpus < 1:
         return ""
     tasks = gpus if per_worker else 1

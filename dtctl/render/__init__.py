@@ -15,16 +15,16 @@ USER_FOLDER = "templates"
 
 
 @functools.cache
-def builtin_templates() -> Path:
+def find_builtin_templates() -> Path:
     """Folder of the templates that come with dtctl: inside the installed package, or in the source tree."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "_templates"
     return installed if installed.is_dir() else package.parent / "templates"
 
 
-def template_folders(base_dir: Path) -> tuple[Path, ...]:
+def list_template_folders(base_dir: Path) -> tuple[Path, ...]:
     """Return the folders to search for a template of a spec in `base_dir`, in order."""
-    return (base_dir / USER_FOLDER, builtin_templates())
+    return (base_dir / USER_FOLDER, find_builtin_templates())
 
 
 def render_template(name: str, values: Mapping[str, object], *, folders: Sequence[Path]) -> str:
@@ -49,7 +49,7 @@ def render_template(name: str, values: Mapping[str, object], *, folders: Sequenc
     return templates.render_in_process(name, values, folders=folders)
 
 
-def node_script(plan: Plan, node: NodePlan, *, base_dir: Path) -> str:
+def render_node_script(plan: Plan, node: NodePlan, *, base_dir: Path) -> str:
     """Return the script that `node` runs.
 
     Args:
@@ -61,18 +61,18 @@ def node_script(plan: Plan, node: NodePlan, *, base_dir: Path) -> str:
         RenderError: the template is missing or wrong.
     """
     values = {"version": dtctl.__version__, "plan": plan, "node": node}
-    return render_template(NODE_TEMPLATE, values, folders=template_folders(base_dir))
+    return render_template(NODE_TEMPLATE, values, folders=list_template_folders(base_dir))
 
 
-def node_scripts(plan: Plan, *, base_dir: Path) -> dict[str, str]:
+def render_node_scripts(plan: Plan, *, base_dir: Path) -> dict[str, str]:
     """Return node name -> script, in node rank order.
 
     Raises:
         RenderError: the template is missing or wrong.
     """
-    return {node.name: node_script(plan, node, base_dir=base_dir) for node in plan.nodes}
+    return {node.name: render_node_script(plan, node, base_dir=base_dir) for node in plan.nodes}
 
 
 def _is_builtin_folder(folder: Path) -> bool:
-    builtin = builtin_templates().resolve()
+    builtin = find_builtin_templates().resolve()
     return builtin in (folder.resolve(), *folder.resolve().parents)

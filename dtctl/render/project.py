@@ -14,7 +14,7 @@ from pathlib import Path
 
 import dtctl
 from dtctl.errors import RenderError, UsageError
-from dtctl.render import builtin_templates, render_template
+from dtctl.render import find_builtin_templates, render_template
 
 LAUNCHERS = ("local", "ssh", "slurm", "sandbox")
 ABOUT = "template.yaml"
@@ -29,9 +29,9 @@ class ProjectTemplate:
     folder: Path
 
 
-def templates() -> list[ProjectTemplate]:
+def list_project_templates() -> list[ProjectTemplate]:
     """Return all templates, by name."""
-    root = builtin_templates() / "init"
+    root = find_builtin_templates() / "init"
     available = []
     for folder in sorted(root.iterdir()):
         description_file = folder / ABOUT
@@ -54,7 +54,7 @@ def create_project(folder: Path, *, template: str, launcher: str, force: bool) -
         UsageError: an unknown template or launcher, or a folder that is not empty.
         RenderError: a template is wrong.
     """
-    by_name = {item.name: item for item in templates()}
+    by_name = {item.name: item for item in list_project_templates()}
     if template not in by_name:
         raise UsageError(f"there is no template {template}", hint=f"choose one of {', '.join(by_name)}")
     if launcher not in LAUNCHERS:

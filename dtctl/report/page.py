@@ -14,7 +14,7 @@ from dtctl.launch.records.events import describe_failure_subject
 from dtctl.launch.records.ledger import PHASES, LedgerFacts
 from dtctl.launch.records.state import LEFT
 from dtctl.printable import format_count
-from dtctl.render import builtin_templates
+from dtctl.render import find_builtin_templates
 from dtctl.report.charts import build_charts
 from dtctl.report.history import TOLD, TimelineMark, describe_worker_end
 from dtctl.report.metrics import MetricsTable, compute_percentile
@@ -64,7 +64,7 @@ class StrategyBar:
     """Tokens per second and GPU."""
 
 
-def advice_page(
+def render_advice_page(
     title: str, verdict: str, reasons: Sequence[str], *,
     parts: Sequence[str], rows: Sequence[StrategyBar], budget: float, now: float,
 ) -> str:  # fmt: skip
@@ -95,7 +95,7 @@ def render_page_template(name: str, values: Mapping[str, Any], data: Mapping[str
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    folder = builtin_templates()
+    folder = find_builtin_templates()
     environment = Environment(
         loader=FileSystemLoader(str(folder)), undefined=StrictUndefined, autoescape=True, trim_blocks=True,
         lstrip_blocks=True,
@@ -130,9 +130,9 @@ def build_run_card(run: RunFacts, number: int) -> dict[str, Any]:
         "events": [_build_event_row(mark) for mark in run.history.marks[:EVENTS]],
         "more_events": max(0, len(run.history.marks) - EVENTS),
         "length": run.history.length_s,
-        "nodes": node_rows(run),
+        "nodes": build_node_rows(run),
         "snapshots": [(format_time_span(mark.time_s), mark.text) for mark in run.history.list_marks_of("snapshot")],
-        "metrics": metrics_note(run.metrics),
+        "metrics": describe_metrics(run.metrics),
         "where": f"{plan.get('kind', 'job')} over {plan.get('transport', '?')}, "
         f"{format_count(plan.get('world_size', 0), 'worker')} on {format_count(len(nodes), 'node')}",
         "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started)),
@@ -338,7 +338,7 @@ def _build_event_row(mark: TimelineMark) -> dict[str, str]:
     return {"time": format_time_span(mark.time_s), "kind": mark.kind, "node": mark.node, "text": mark.text}
 
 
-def node_rows(run: RunFacts) -> list[dict[str, str]]:
+def build_node_rows(run: RunFacts) -> list[dict[str, str]]:
     """Return the known facts about every node that took part."""
     planned = {node["name"]: node for node in run.plan.get("nodes", [])}
     rows = []
@@ -361,7 +361,7 @@ def node_rows(run: RunFacts) -> list[dict[str, str]]:
     return rows
 
 
-def metrics_note(metrics: MetricsTable | None) -> str:
+def describe_metrics(metrics: MetricsTable | None) -> str:
     """Return a sentence about the completeness of the plots, or the reason why there are none."""
     if metrics is None:
         return (

@@ -20,17 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dtctl.errors import DtctlError, PlanError, WorkerFailed
 from dtctl.estimate import choice, model_shapes
 from dtctl.estimate.memory import BUDGET, GIB, RUNTIME, FrameworkMemory, Recompute
-from dtctl.estimate.model import ModelProfile, from_inspection
+from dtctl.estimate.model import ModelProfile, build_inspected_model
 from dtctl.runtime.console import say
 from dtctl.runtime.data_loading import datasets
 from dtctl.runtime.data_loading.reading import BatchReader
-from dtctl.runtime.data_loading.shares import shares_of_all
+from dtctl.runtime.data_loading.shares import gather_shares
 from dtctl.runtime.distributed import capacity
 from dtctl.runtime.distributed.run_forked import run_in_forked_process
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot import read
 from dtctl.runtime.snapshot.format import layout
-from dtctl.runtime.snapshot.json_collectives import gathered_json, spread_json
+from dtctl.runtime.snapshot.json_collectives import gather_json, spread_json
 from dtctl.runtime.snapshot.storage.place import Place, RemotePath
 from dtctl.runtime.strategies import blocks
 from dtctl.train.batch import BatchSizes, compute_batch_sizes
@@ -86,7 +86,7 @@ def resolve_strategy(config: TrainConfig, worker: Worker, subject: TrainingInput
     Raises:
         PlanError: nothing fits the memory, or the strategy is not possible with these workers.
     """
-    shares = shares_of_all(config, worker)
+    shares = gather_shares(config, worker)
     named = resolve_degrees(config.strategy, workers=worker.world_size, per_node=worker.local_world_size)
     if config.strategy != "auto" or config.exact == "elastic":
         return ResolvedStrategy(config=config, degrees=named, kept=None, shares=shares)
@@ -96,11 +96,11 @@ def resolve_strategy(config: TrainConfig, worker: Worker, subject: TrainingInput
     request = _build_choice_request(config, worker, sizes)
     looks = worker.is_first if isinstance(folder, RemotePath) else worker.local_rank == 0
     mine = {
-        "budget": config.memory_gib * GIB if config.memory_gib else capacity.of_worker(worker) * BUDGET,
+        "budget": config.memory_gib * GIB if config.memory_gib else capacity.compute_worker_capacity(worker) * BUDGET,
         "slots": worker.local_world_size,
         "before": _read_previous_choice(folder) if looks else None,
     }
-    facts = gathered_json(mine, worker)
+    facts = gather_json(mine, worker)
     answer = spread_json(
         _decide_strategy(config, worker, subject, sizes, facts, request) if worker.is_first else None, worker, 0
     )
@@ -203,7 +203,7 @@ def _compute_strategy_verdict(
     except WorkerFailed as exc:
         sizes["unseen"] = exc.message
     if "params" not in sizes:
-        plain = choice.list_strategy_candidates(from_inspection(NOTHING, name="model"), setting)[0]
+        plain = choice.list_strategy_candidates(build_inspected_model(NOTHING, name="model"), setting)[0]
         reason = f"since nothing is known about the model ({sizes['unseen']})"
         return choice.StrategyVerdict(candidate=plain, fits=True, reason=reason)
     model = _build_estimate_model(sizes, config)
@@ -273,7 +273,7 @@ def _replace_with_empty_tensors(model: nn.Module) -> None:
 
 def _build_estimate_model(figures: Mapping[str, Any], config: TrainConfig) -> ModelProfile:
     """Return the profile of the model, with the tensors that checkpointed blocks keep."""
-    model, every = from_inspection(figures, name="model"), config.checkpointing
+    model, every = build_inspected_model(figures, name="model"), config.checkpointing
     if isinstance(every, int) and every > 1:
         model = dataclasses.replace(model, block_kept=((every - 1) * model.block_kept + model.block_input) / every)
     return model

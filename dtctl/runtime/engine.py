@@ -19,7 +19,7 @@ from dtctl.runtime.guards.oom import OomGuard, raise_out_of_memory, reduce_micro
 from dtctl.runtime.guards.origin import find_nonfinite_gradients
 from dtctl.runtime.live.repeated import require_repeated
 from dtctl.runtime.moe import balance
-from dtctl.runtime.precision import autocast, multiply_tensors
+from dtctl.runtime.precision import make_autocast, multiply_tensors
 from dtctl.runtime.step import Loss, PassSettings, Step
 from dtctl.runtime.strategies import Strategy, SupportsRejoin, build_strategy
 from dtctl.runtime.strategies.frozen import FrozenParameters
@@ -78,7 +78,7 @@ class TrainingEngine:
         self.strategy = self._distribute_model(batch)
         worker, place = settings.worker, settings.place
         self.balance = balance.ExpertBalance(mixtures, model, worker, place) if mixtures else None
-        self.autocast = autocast(settings.config.precision, worker.device)
+        self.autocast = make_autocast(settings.config.precision, worker.device)
         self.passed: Step | None = None
 
     def _distribute_model(self, batch: BatchSizes) -> Strategy:
@@ -91,7 +91,7 @@ class TrainingEngine:
     def _compute_probe_loss(self, count: int, model: nn.Module) -> torch.Tensor:
         """Return the loss of the first samples, the same on all workers."""
         batch = self.feed.single(np.arange(count, dtype=np.int64))
-        loss = self.loss(model, datasets.to_device(batch, self.settings.worker.device))
+        loss = self.loss(model, datasets.move_to_device(batch, self.settings.worker.device))
         return loss[0] if isinstance(loss, tuple) else loss
 
     def attach_optimizer(self, trained: TrainedModel, resize: Callable[[BatchSizes], None]) -> None:

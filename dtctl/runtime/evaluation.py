@@ -15,8 +15,8 @@ from dtctl.errors import PlanError
 from dtctl.runtime.data_loading import datasets
 from dtctl.runtime.data_loading.loaders import adapt_validation_data
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.guards.oom import enough_memory
-from dtctl.runtime.randomness import preserving_rng_states
+from dtctl.runtime.guards.oom import require_enough_memory
+from dtctl.runtime.randomness import preserve_rng_states
 from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Coordinate
 
@@ -79,7 +79,7 @@ def evaluate(
                 if idle:
                     indices = np.zeros(1, dtype=np.int64)
                 with autocast or nullcontext():
-                    scores = score(model, datasets.to_device(read(indices), worker.device))
+                    scores = score(model, datasets.move_to_device(read(indices), worker.device))
                 for name, values in scores.items():
                     total = values.double().sum()
                     if idle or not counts:
@@ -130,9 +130,9 @@ class Evaluation:
         averaged = ema is not None and self._ema is not None and self._ema.evaluate
         hint = "an evaluation takes `micro_batch` samples at a time: lower it, or keep fewer tensors in `score`"
         with (
-            enough_memory(f"the evaluation after step {training.position.step}", hint, settings.worker),
+            require_enough_memory(f"the evaluation after step {training.position.step}", hint, settings.worker),
             # Random numbers that a score draws are the same each time.
-            preserving_rng_states(settings.worker.device, settings.config.seed),
+            preserve_rng_states(settings.worker.device, settings.config.seed),
             training.report.evaluating(),
             ema.using_averages() if ema and averaged else nullcontext(),
         ):

@@ -54,7 +54,7 @@ KNOWN: Final = (
 """Text of torch's error, its meaning, the key, and the hint."""
 
 
-def explained(error: BaseException) -> PlanError | None:
+def explain_error(error: BaseException) -> PlanError | None:
     """Return the error in terms of the spec; None if no key is known to resolve it."""
     text = str(error)
     for said, meaning, where, hint in KNOWN:

@@ -16,7 +16,7 @@ from dtctl.runtime.bits import sum_tensors
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot import state_sum
 from dtctl.runtime.snapshot.format.pieces import find_buffers
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 
 FACT: Final = "frozen"
 """Key in a manifest: the names that the snapshot leaves out, and the sum of their bits."""
@@ -58,7 +58,7 @@ class FrozenWeights:
         """
         now = self._sum_bits()
         changed = [name for name, bits in self._bits.items() if now.get(name) != bits]
-        rows = gathered_json([sorted(self._bits), changed], self._worker)
+        rows = gather_json([sorted(self._bits), changed], self._worker)
         names = sorted({name for own, _ in rows for name in own} - {name for _, lost in rows for name in lost})
         return {"names": names, "sum": self._sum(names)}
 
@@ -84,7 +84,7 @@ class FrozenWeights:
     def _sum(self, names: Collection[str]) -> str:
         own = dict(self._model.state_dict())
         tree = {"model": {name: own[name] for name in names if name in own}}
-        return state_sum.to_fact(state_sum.sum_state(tree, self._worker, find_buffers(self._model)))
+        return state_sum.format_sum(state_sum.sum_state(tree, self._worker, find_buffers(self._model)))
 
 
 def list_left_out(facts: Mapping[str, Any]) -> list[str]:

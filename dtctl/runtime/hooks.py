@@ -15,7 +15,7 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime.exactness.stateful import is_stateful
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 
 if TYPE_CHECKING:
     from dtctl.runtime.distributed.worker import Worker
@@ -186,7 +186,7 @@ class HookRunner:
         for hook in self._hooks:
             hook.after_evaluation(view, scores)
         view._is_decided = True
-        decided = gathered_json([view.is_stopped, view.rate_factor], self._worker)
+        decided = gather_json([view.is_stopped, view.rate_factor], self._worker)
         if any(each != decided[0] for each in decided):
             ranks = "; ".join(f"rank {rank}: stop {stop}, rate x {rate:g}" for rank, (stop, rate) in enumerate(decided))
             raise PlanError(

@@ -34,7 +34,7 @@ from dtctl.runtime.live import recovery
 from dtctl.runtime.moe import balance
 from dtctl.runtime.step import Loss, StepResult
 from dtctl.runtime.stop import Outcome, StopRequest
-from dtctl.runtime.telemetry.profile import Profiler, kept_buffers
+from dtctl.runtime.telemetry.profile import Profiler, keep_buffers
 from dtctl.runtime.training import Training, build_training
 from dtctl.train.config import TrainConfig
 
@@ -215,7 +215,7 @@ class Trainer:
         engine, position, recorder, transaction = (
             training.engine, training.position, training.check.recorder, training.transaction
         )  # fmt: skip
-        recovery.before_step(training)
+        recovery.keep_small_state(training)
         number = position.step + 1
         training.draws.begin(position.step)
         self._profiler.begin_profile_step(number)
@@ -377,7 +377,7 @@ class Trainer:
 def _measure_communication(training: Training) -> None:
     """Print the share of a step that the exchange of gradients takes; collective. The model stays as it was."""
     engine, pairs = training.engine, training.settings.config.profile.communication
-    with kept_buffers(training.trained.model):
+    with keep_buffers(training.trained.model):
         passes = partial(engine.compute_gradients, training.position)
         cost = diagnose.measure_gradient_exchange(passes, engine.strategy.module, pairs=pairs)
     if training.settings.worker.is_first:

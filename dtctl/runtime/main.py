@@ -41,7 +41,7 @@ def run(train: Callable[[TrainConfig, Worker], Outcome], *, defaults: Mapping[st
         with start(
             seed=config.seed, timeout_s=config.timeout_s, deterministic=same_bits, bind_cores=config.bind_cores
         ) as worker:
-            if worker.local_rank == 0 and (warning := other_version()):
+            if worker.local_rank == 0 and (warning := describe_other_version()):
                 say(warning)
             return train(config, worker).exit_code
     except DtctlError as exc:
@@ -50,7 +50,7 @@ def run(train: Callable[[TrainConfig, Worker], Outcome], *, defaults: Mapping[st
         return exc.exit_code
 
 
-def other_version() -> str:
+def describe_other_version() -> str:
     """Return a message if this node has another version of dtctl than the machine that launched the run; else ""."""
     launched_by = os.environ.get(names.VERSION, dtctl.__version__)
     if launched_by == dtctl.__version__:

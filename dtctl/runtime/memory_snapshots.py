@@ -25,7 +25,7 @@ from dtctl.runtime.console import say
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.distributed_saver import DistributedSaver
 from dtctl.runtime.snapshot.format.pieces import find_buffers
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 from dtctl.runtime.snapshot.saver import Saver
 from dtctl.train.config import MemorySnapshotConfig
 
@@ -134,7 +134,7 @@ class MemorySnapshots:
         here = [os.environ.get(names.NODE, ""), own_bytes, min(room.f_bavail * room.f_frsize, _available_bytes())]
         needed: dict[str, int] = {}
         free: dict[str, int] = {}
-        for node, size, free_bytes in gathered_json(here, self._worker):
+        for node, size, free_bytes in gather_json(here, self._worker):
             needed[node] = needed.get(node, 0) + self._held * size
             free[node] = min(free.get(node, free_bytes), free_bytes)
         short = [node for node in needed if needed[node] > free[node]]
@@ -145,7 +145,7 @@ class MemorySnapshots:
         return not short
 
     def _is_hopeless(self) -> bool:
-        failed = max(gathered_json(self.saver.failed, self._worker))
+        failed = max(gather_json(self.saver.failed, self._worker))
         if failed >= MOST_FAILED:
             self._stop_memory_snapshots(f"{failed} failed one after another")
         return self.is_off
@@ -162,7 +162,7 @@ class MemorySnapshots:
         steps_s = max(1e-9, now_s - last_s)
         # Without a GPU, copies, digests and exchange compete with training, so their cost shows in the steps.
         ratio = self._cost_s / (steps_s / (step - last_step))
-        every = math.ceil(max(gathered_json(ratio, self._worker)) / COST)
+        every = math.ceil(max(gather_json(ratio, self._worker)) / COST)
         if every != self._every and self._worker.is_first and self._every == FIRST:
             say(f"snapshots in memory: every {max(1, every)} steps")
         self._every = max(1, every)

@@ -17,7 +17,7 @@ LEAST_SCALE: Final = 1.0
 """Smallest scale; if a gradient is not finite at this scale, the scale is not the reason."""
 
 
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any] | None:
+def make_autocast(precision: str, device: torch.device) -> AbstractContextManager[Any] | None:
     """Return the context for a forward pass, which can be entered repeatedly; None for fp32."""
     if precision == "fp32":
         return None

@@ -65,7 +65,7 @@ def restore_rng_states(state: State, device: torch.device) -> None:
 
 
 @contextmanager
-def preserving_rng_states(device: torch.device, seed: int) -> Iterator[None]:
+def preserve_rng_states(device: torch.device, seed: int) -> Iterator[None]:
     """Return a context whose random numbers are the same each time, and which leaves the generators as they were."""
     kept = capture_rng_states(device)
     seed_all(seed)
@@ -99,7 +99,7 @@ def gather_rng_states(worker: Worker, mine: State | None = None) -> State | None
     return stacked
 
 
-def of_rank(everyone: State, rank: int) -> State | None:
+def select_rank_state(everyone: State, rank: int) -> State | None:
     """Return one worker's part of a gathered state; None if there were fewer workers when it was made."""
     if rank >= len(everyone["torch"]):
         return None

@@ -12,7 +12,7 @@ from dtctl.runtime.batch_norm import describe_batch_norm
 from dtctl.runtime.console import say
 from dtctl.runtime.exactness import program_fingerprint, run_conditions
 from dtctl.runtime.exactness.verdict import ExactnessVerdict
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 from dtctl.runtime.training import Training
 
 
@@ -87,7 +87,7 @@ def restore_training(training: Training, found: resume.ResumePoint, *, going_bac
     differing += program_fingerprint.find_program_differences(training.account, parts, found.facts, worker.rank)
     if worker.is_first:
         differing += run_conditions.describe_changed_facts(found.facts["circumstances"], settings.circumstances)
-    reports = gathered_json(differing, worker)  # without the exchange one worker might stop while the others continue
+    reports = gather_json(differing, worker)  # without the exchange one worker might stop while the others continue
     return list(dict.fromkeys(phrase for phrases in reports for phrase in phrases))
 
 

@@ -23,7 +23,7 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.exactness.program_fingerprint import EVERYONE
 from dtctl.runtime.snapshot.assembly import TensorEntry
 from dtctl.runtime.snapshot.choose import ChosenSnapshot, choose_newest_snapshot
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 from dtctl.runtime.snapshot.reshard import Wanted, reshard_snapshot_parts
 from dtctl.runtime.snapshot.storage.place import Place
 from dtctl.runtime.telemetry.progress import ProgressFile
@@ -150,7 +150,7 @@ def _read_committed_step(folder: Place, worker: Worker) -> int:
     with contextlib.suppress(OSError, ValueError, KeyError):
         kept = json.loads((Path(os.environ[names.RUN_DIR]) / MARKER).read_text())
         mine = int(kept["step"]) if kept["dir"] == str(folder) else mine
-    known: list[int] = gathered_json(mine, worker)
+    known: list[int] = gather_json(mine, worker)
     return max(known)
 
 

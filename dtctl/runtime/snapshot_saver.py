@@ -20,7 +20,7 @@ from dtctl.runtime.console import write_error_to_stderr
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.memory_snapshots import MemorySnapshots
 from dtctl.runtime.snapshot.format.pieces import find_buffers
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 from dtctl.runtime.snapshot.saver import Saver
 from dtctl.runtime.snapshot.storage.place import Place, RemotePath, parse_place
 from dtctl.runtime.snapshot.storage.stores import find_shared_stores
@@ -116,7 +116,7 @@ def open_snapshot_folder(saver: Saver, worker: Worker) -> None:
             saver.open()
         except DtctlError as exc:
             error = {"message": exc.message, "where": exc.where, "hint": exc.hint}
-    told = gathered_json(error, worker)[0]
+    told = gather_json(error, worker)[0]
     if told is not None:
         raise SnapshotError(told["message"], where=told["where"], hint=told["hint"])
 

@@ -16,7 +16,7 @@ from dtctl.runtime.data_loading import datasets
 from dtctl.runtime.data_loading.feed import BatchLoader
 from dtctl.runtime.data_loading.order import Indices, WorkerSampler
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.explain import explained
+from dtctl.runtime.explain import explain_error
 from dtctl.runtime.moe import accounting
 from dtctl.runtime.moe.accounting import ExpertLoad
 from dtctl.runtime.precision import LossScale
@@ -135,16 +135,16 @@ class Step:
         asked_s = time.perf_counter()
         batch = feed.batch(indices, self.schedule, self.position, index)
         self.waited_s += time.perf_counter() - asked_s
-        return datasets.to_device(batch, self.passes.worker.device)
+        return datasets.move_to_device(batch, self.passes.worker.device)
 
     def read_first_batch(self) -> Any:
         """Return the first micro batch, outside of the usual order of reading, on the worker's device."""
         indices = self.micro_batches[0] if len(self.micro_batches[0]) else self.schedule.stand_in
-        return datasets.to_device(self.passes.feed.single(indices), self.passes.worker.device)
+        return datasets.move_to_device(self.passes.feed.single(indices), self.passes.worker.device)
 
     def stand_in(self) -> Any:
         """Return a micro batch for a pass that does not count, on the worker's device."""
-        return datasets.to_device(self.passes.feed.single(self.schedule.stand_in), self.passes.worker.device)
+        return datasets.move_to_device(self.passes.feed.single(self.schedule.stand_in), self.passes.worker.device)
 
     def loss(self, model: nn.Module, batch: Any, samples: int, weight: float) -> torch.Tensor:
         """Return the mean loss of a micro batch. A sum is divided by the number of samples, and its weight is recorded.
@@ -211,7 +211,7 @@ class Step:
             scaled = loss if passes.loss_scale is None else loss.float() * scale
             torch.autograd.backward([scaled, *beside()])
         except (AssertionError, RuntimeError, ValueError) as exc:
-            known = explained(exc)
+            known = explain_error(exc)
             if known is None:
                 raise
             raise known from exc

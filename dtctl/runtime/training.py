@@ -20,7 +20,7 @@ from dtctl.runtime.data_loading import datasets
 from dtctl.runtime.data_loading.feed import BatchLoader
 from dtctl.runtime.data_loading.loaders import adapt_training_data, has_own_order
 from dtctl.runtime.data_loading.reading import BatchReader
-from dtctl.runtime.data_loading.shares import of_replicas
+from dtctl.runtime.data_loading.shares import compute_replica_shares
 from dtctl.runtime.distributed.agreement import DecisionExchange
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.engine import TrainingEngine
@@ -196,7 +196,7 @@ def build_training(
     settings = TrainingSettings(
         config=config, worker=worker, place=place, samples=datasets.count_samples(data), chosen=resolved.kept
     )
-    shares = of_replicas(resolved.shares, place.degrees)
+    shares = compute_replica_shares(resolved.shares, place.degrees)
     sizes = compute_batch_sizes(config, place.degrees.data, stages=place.degrees.pp, shares=shares)
     position = TrainingPosition(
         config, sizes, samples=settings.samples, in_order=has_own_order(data), rank=place.data

@@ -17,8 +17,8 @@ from dtctl.runtime.exactness.program_fingerprint import EVERYONE, ProgramFingerp
 from dtctl.runtime.exactness.stateful import name_some
 from dtctl.runtime.frozen_weights import FACT, FrozenWeights, list_left_out
 from dtctl.runtime.snapshot import state
-from dtctl.runtime.snapshot.gather import gather_entries_on_first, gathered_optimizer
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.gather import gather_entries_on_first, gather_optimizer
+from dtctl.runtime.snapshot.json_collectives import gather_json
 
 
 class StateLayout(Protocol):
@@ -112,7 +112,7 @@ class TrainingState:
         self.account.program.load(held)
         differing += self.account.load(parts, self.worker.rank, going_back=going_back)
         # Random states come last, since the calls above may draw random numbers.
-        mine = randomness.of_rank(parts["random"], self.stream)
+        mine = randomness.select_rank_state(parts["random"], self.stream)
         if mine is None:
             randomness.seed_worker_generators(self.seed, self.stream, step=step)
         else:
@@ -147,7 +147,7 @@ class TrainingState:
             else None
             for group in self.optimizer.param_groups
         ]
-        reports = gathered_json([state.checksum_tree(mine) if mine else None, lost, groups], worker)
+        reports = gather_json([state.checksum_tree(mine) if mine else None, lost, groups], worker)
         _require_alike([rows for _, _, rows in reports], self.strategy.name)
         everywhere = list(dict.fromkeys(path for _, paths, _ in reports for path in paths))
         if all(digest is None for digest, _, _ in reports):
@@ -184,7 +184,7 @@ class TrainingState:
             tree = state.optimizer_tree(self.model, self.optimizer, self.configured)
         parts: dict[str, Any] = {
             "model": self._gather_weights(left_out),
-            "optimizer": gathered_optimizer(tree, worker) if spread else tree,
+            "optimizer": gather_optimizer(tree, worker) if spread else tree,
         }
         own = self.strategy.state()
         others = gather_entries_on_first({str(worker.rank): own}, worker) if own else None

@@ -20,9 +20,16 @@ from dtctl import children, folders, names, node_facts, shell
 from dtctl.errors import SandboxError
 from dtctl.printable import format_count
 from dtctl.sandbox import layout, slurm
-from dtctl.sandbox.layout import Sandbox, SandboxNode, default_name
+from dtctl.sandbox.layout import Sandbox, SandboxNode, choose_default_name
 
-__all__ = ["default_name", "enter_argv", "find_running_sandbox", "host_processes", "remove_sandbox", "start_sandbox"]
+__all__ = [
+    "choose_default_name",
+    "enter_argv",
+    "find_running_sandbox",
+    "list_host_processes",
+    "remove_sandbox",
+    "start_sandbox",
+]
 
 UP_LIMIT_S = 60.0
 _STATE_FILES = (
@@ -67,7 +74,7 @@ def check_sandbox_requirements() -> None:
 
 def find_running_sandbox(name: str) -> Sandbox | None:
     """Return the sandbox of this name if it is up."""
-    sandbox = layout.load(layout.state_dir(name))
+    sandbox = layout.load(layout.build_state_dir(name))
     if sandbox is None or node_facts.start_ticks(sandbox.keeper) != sandbox.keeper_started:
         return None
     return sandbox
@@ -90,7 +97,7 @@ def start_sandbox(name: str, *, nodes: int, with_slurm: bool = False) -> Sandbox
         return _start_locked_sandbox(name, nodes, with_slurm=with_slurm)
 
 
-def up_or_running(name: str, *, nodes: int) -> Sandbox:
+def ensure_sandbox_up(name: str, *, nodes: int) -> Sandbox:
     """Return the sandbox of this name, started if it is not up; concurrent callers get the same one.
 
     Raises:
@@ -103,7 +110,7 @@ def up_or_running(name: str, *, nodes: int) -> Sandbox:
 @contextmanager
 def _lock_sandbox_name(name: str) -> Iterator[None]:
     """Lock the start of sandboxes of this name."""
-    state = layout.state_dir(name)
+    state = layout.build_state_dir(name)
     try:
         state.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(state.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -128,7 +135,7 @@ def _start_locked_sandbox(name: str, nodes: int, *, with_slurm: bool) -> Sandbox
     check_sandbox_requirements()
     if with_slurm:
         slurm.check_slurm_requirements()
-    state = layout.state_dir(name)
+    state = layout.build_state_dir(name)
     try:
         remove_sandbox(name)
         state.mkdir(mode=0o700, parents=True)
@@ -174,7 +181,9 @@ def _start_keeper(state: Path, name: str, nodes: int, *, with_slurm: bool) -> No
             cwd="/",
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-    (state / "keeper.pid").write_text(f"{keeper.pid} {node_facts.start_ticks(keeper.pid)} {node_facts.boot_id()}\n")
+    (state / "keeper.pid").write_text(
+        f"{keeper.pid} {node_facts.start_ticks(keeper.pid)} {node_facts.read_boot_id()}\n"
+    )
     if keeper.stdout is None:
         raise SandboxError("the keeper has no output")
     with keeper.stdout as stdout:
@@ -189,9 +198,9 @@ def _start_keeper(state: Path, name: str, nodes: int, *, with_slurm: bool) -> No
     keeper.returncode = 0  # the keeper continues to run; without this, Popen would warn about it
 
 
-def runs_on(name: str) -> list[str]:
+def list_sandbox_runs(name: str) -> list[str]:
     """Return the runs with snapshots or a working folder on the hosts of a sandbox, in order of their names."""
-    folders_of_runs = (layout.state_dir(name) / "hosts").glob("*/home/.dtctl/node/runs/*")
+    folders_of_runs = (layout.build_state_dir(name) / "hosts").glob("*/home/.dtctl/node/runs/*")
     held = {run.name for run in folders_of_runs if any((run / "snapshots").glob("*")) or (run / "work").exists()}
     return sorted(held)
 
@@ -201,7 +210,7 @@ def list_running_runs(name: str) -> list[str]:
     sandbox = find_running_sandbox(name)
     mark = f"{names.RUN_ID}=".encode()
     found = set[str]()
-    for pid in [pid for node in (sandbox.nodes if sandbox else ()) for pid in host_processes(node)]:
+    for pid in [pid for node in (sandbox.nodes if sandbox else ()) for pid in list_host_processes(node)]:
         try:
             environ = Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:  # it has ended
@@ -216,7 +225,7 @@ def remove_sandbox(name: str) -> bool:
     Raises:
         SandboxError: something could not be removed.
     """
-    state = layout.state_dir(name)
+    state = layout.build_state_dir(name)
     if not state.exists():
         return False
     if state.is_symlink() or not folders.mark_own_folder(str(state), lambda name: name in _STATE_FILES):
@@ -232,7 +241,7 @@ def remove_sandbox(name: str) -> bool:
         _wait_gone(node.pid, node.started)
     if os.getuid() == 0:
         # The kernel removes the cables of dead hosts some time later; when this function returns, they must be gone.
-        links = [layout.bridge_name(state), *(layout.link_name(state, node.index) for node in nodes)]
+        links = [layout.build_bridge_name(state), *(layout.link_name(state, node.index) for node in nodes)]
         commands = "".join(f"link del {link}\n" for link in links)
         subprocess.run(["ip", "-force", "-batch", "-"], input=commands, capture_output=True, text=True, check=False)
     not_removed = folders.remove_folder_tree(str(state))
@@ -268,7 +277,7 @@ def _kill_recorded_keeper(state: Path) -> None:
         pid, started = int(number), int(ticks)
     except (OSError, ValueError):
         return
-    if started and boot == node_facts.boot_id() and node_facts.start_ticks(pid) == started:
+    if started and boot == node_facts.read_boot_id() and node_facts.start_ticks(pid) == started:
         os.kill(pid, signal.SIGKILL)  # the kernel ends its hosts with it
         _wait_gone(pid, started)
 
@@ -280,7 +289,7 @@ def _wait_gone(pid: int, started: int, limit_s: float = 10.0) -> None:
         time.sleep(0.005)
 
 
-def namespace_flags(sandbox: Sandbox, *, mounts: bool = True) -> list[str]:
+def build_namespace_flags(sandbox: Sandbox, *, mounts: bool = True) -> list[str]:
     """Return the options of nsenter(1) that enter a host's namespaces."""
     flags = ["--net", "--uts", "--ipc"]
     if mounts:
@@ -302,7 +311,7 @@ def enter_argv(sandbox: Sandbox, node: SandboxNode, command: Sequence[str]) -> l
         "nsenter",
         "--target",
         str(node.pid),
-        *namespace_flags(sandbox),
+        *build_namespace_flags(sandbox),
         *(as_user if sandbox.rootless else ()),
         "env",
         # A login over SSH has none of these variables, and a folder below this machine's /tmp does not exist on a host.
@@ -331,7 +340,7 @@ def check_on(node: SandboxNode) -> None:
         raise SandboxError(f"host {node.name} is switched off", hint=f"dtctl sandbox heal {node.name}")
 
 
-def host_processes(node: SandboxNode) -> dict[int, str]:
+def list_host_processes(node: SandboxNode) -> dict[int, str]:
     """Return the processes of a host, its init included: id on this machine -> command line."""
     namespace = _pid_namespace(node.pid) if is_host_running(node) else None
     commands = {}

@@ -27,7 +27,7 @@ LARGE_BYTES = 1200
 """IP packets longer than this are lost by `lose-large`: more than any ping, less than a full Ethernet frame."""
 
 
-def in_network(sandbox: Sandbox, node: SandboxNode | None, argv: Sequence[str]) -> None:
+def run_in_network(sandbox: Sandbox, node: SandboxNode | None, argv: Sequence[str]) -> None:
     """Run an administrator's command in a host's network, or in that of the bridge.
 
     Raises:
@@ -50,13 +50,13 @@ def in_network(sandbox: Sandbox, node: SandboxNode | None, argv: Sequence[str]) 
 
 
 def _add_iptables_rule(sandbox: Sandbox, node: SandboxNode, *rule: str) -> None:
-    in_network(sandbox, node, ["iptables", "-w", "-A", *rule])
+    run_in_network(sandbox, node, ["iptables", "-w", "-A", *rule])
 
 
 def disconnect_host(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode | None) -> None:
     """Cut a host's cable, or block all packets between two hosts."""
     if peer is None:
-        in_network(sandbox, None, ["ip", "link", "set", layout.link_name(sandbox.state, node.index), "down"])
+        run_in_network(sandbox, None, ["ip", "link", "set", layout.link_name(sandbox.state, node.index), "down"])
         return
     _add_iptables_rule(sandbox, node, "INPUT", "-s", peer.address, "-j", "DROP")
     _add_iptables_rule(sandbox, node, "OUTPUT", "-d", peer.address, "-j", "DROP")
@@ -80,7 +80,7 @@ def block_ports(sandbox: Sandbox, node: SandboxNode, *, ports: str, source: Sand
     _add_iptables_rule(sandbox, node, "INPUT", "-p", "tcp", *sender, "--dport", ports, "-j", *verdict)
 
 
-def lose_large(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode | None) -> None:
+def drop_large_packets(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode | None) -> None:
     """Drop packets above a size to a host, like a path with a smaller MTU that is not announced."""
     sender = ["-s", peer.address] if peer else []
     _add_iptables_rule(
@@ -106,8 +106,10 @@ def limit_bandwidth(sandbox: Sandbox, node: SandboxNode, *, rate: str, peer: San
         _limit_towards(sandbox, peer, node, rate)
         return
     shape = ["root", "tbf", "rate", rate, "burst", _compute_burst_bytes(rate), "latency", "100ms"]
-    in_network(sandbox, node, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
-    in_network(sandbox, None, ["tc", "qdisc", "replace", "dev", layout.link_name(sandbox.state, node.index), *shape])
+    run_in_network(sandbox, node, ["tc", "qdisc", "replace", "dev", "eth0", *shape])
+    run_in_network(
+        sandbox, None, ["tc", "qdisc", "replace", "dev", layout.link_name(sandbox.state, node.index), *shape]
+    )
 
 
 def _compute_burst_bytes(rate: str) -> str:
@@ -123,10 +125,12 @@ def _compute_burst_bytes(rate: str) -> str:
 def _limit_towards(sandbox: Sandbox, node: SandboxNode, peer: SandboxNode, rate: str) -> None:
     """Limit the rate towards one address by a separate class; other packets do not pass through it."""
     at = ["dev", "eth0"]
-    in_network(sandbox, node, ["tc", "qdisc", "replace", *at, "root", "handle", "1:", "htb"])
-    in_network(sandbox, node, ["tc", "class", "replace", *at, "parent", "1:", "classid", "1:1", "htb", "rate", rate])
+    run_in_network(sandbox, node, ["tc", "qdisc", "replace", *at, "root", "handle", "1:", "htb"])
+    run_in_network(
+        sandbox, node, ["tc", "class", "replace", *at, "parent", "1:", "classid", "1:1", "htb", "rate", rate]
+    )
     match = ["u32", "match", "ip", "dst", f"{peer.address}/32", "flowid", "1:1"]
-    in_network(sandbox, node, ["tc", "filter", "add", *at, "parent", "1:", "protocol", "ip", *match])
+    run_in_network(sandbox, node, ["tc", "filter", "add", *at, "parent", "1:", "protocol", "ip", *match])
 
 
 def power_off_host(sandbox: Sandbox, node: SandboxNode) -> None:
@@ -147,7 +151,7 @@ def freeze_host(node: SandboxNode) -> None:
 
 
 def _signal_all(node: SandboxNode, number: int) -> None:
-    for pid in control.host_processes(node):
+    for pid in control.list_host_processes(node):
         try:
             os.kill(pid, number)
         except ProcessLookupError:
@@ -165,7 +169,7 @@ def fill_disk(sandbox: Sandbox, node: SandboxNode, *, path: str, size: str) -> N
 
 def _build_nsenter_argv(sandbox: Sandbox, node: SandboxNode) -> list[str]:
     """Return the beginning of an argv that runs as root of a host."""
-    return ["nsenter", "--target", str(node.pid), *control.namespace_flags(sandbox)]
+    return ["nsenter", "--target", str(node.pid), *control.build_namespace_flags(sandbox)]
 
 
 def _run_host_command(argv: Sequence[str], node: SandboxNode) -> None:
@@ -188,11 +192,11 @@ def remove_host_faults(sandbox: Sandbox, nodes: Sequence[SandboxNode]) -> None:
             continue
         _signal_all(node, signal.SIGCONT)
         link = layout.link_name(sandbox.state, node.index)
-        in_network(sandbox, None, ["ip", "link", "set", link, "up"])
-        in_network(sandbox, node, ["iptables", "-w", "-F"])
+        run_in_network(sandbox, None, ["ip", "link", "set", link, "up"])
+        run_in_network(sandbox, node, ["iptables", "-w", "-F"])
         for network, device in ((node, "eth0"), (None, link)):
             with contextlib.suppress(SandboxError):  # the device had no such rule
-                in_network(sandbox, network, ["tc", "qdisc", "del", "dev", device, "root"])
+                run_in_network(sandbox, network, ["tc", "qdisc", "del", "dev", device, "root"])
         _unmount_disks(sandbox, node)
 
 

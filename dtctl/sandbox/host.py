@@ -44,7 +44,7 @@ def main(host: HostConfig, go_fd: int) -> None:
         _mount_host_folders(host)
         _configure_network(host)
         start_sshd(host)
-        if slurm.config_file(host.state).exists():
+        if slurm.build_config_path(host.state).exists():
             slurm.start_daemon(host.state, host.name)
         _reap_forever()
     except BaseException:  # noqa: BLE001 - nothing above could handle it: this is the host's init
@@ -108,8 +108,8 @@ def _list_needed_folders(state: Path) -> list[Path]:
 
 
 def _configure_network(host: HostConfig) -> None:
-    kernel.interface_up("lo")
-    kernel.interface_up("eth0", host.address, host.netmask)
+    kernel.enable_interface("lo")
+    kernel.enable_interface("eth0", host.address, host.netmask)
     if host.rootless:  # its sshd does not run as root, and has to use port 22
         Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").write_text("22")
 

@@ -36,7 +36,7 @@ class SandboxDaemon:
         if self.rootless:
             kernel.unshare_namespaces(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNET | kernel.CLONE_NEWNS)
             kernel.map_ids(0, 0, self.uid, self.gid)
-            kernel.interface_up("lo")
+            kernel.enable_interface("lo")
         routes = subprocess.run(["ip", "-json", "route"], capture_output=True, text=True, check=True).stdout
         network = layout.choose_network(state, layout.parse_routes(routes))
         self.netmask = str(network.netmask)
@@ -51,7 +51,7 @@ class SandboxDaemon:
             keeper_started=node_facts.start_ticks(os.getpid()),
             rootless=self.rootless,
             user=_user_name(self.uid),
-            bridge=layout.bridge_name(state),
+            bridge=layout.build_bridge_name(state),
             bridge_address=str(network[254]),
             nodes=nodes,
             slurm=with_slurm,
@@ -89,7 +89,7 @@ class SandboxDaemon:
             # The host was on before, and the kernel removes its old cable only some time later.
             if self.sandbox.node(name).pid:
                 subprocess.run(["ip", "link", "del", link], capture_output=True, check=False)
-            mac = layout.mac_address(self.state, self.sandbox.node(name).index)
+            mac = layout.build_mac_address(self.state, self.sandbox.node(name).index)
             commands.append(f"link add {link} type veth peer name eth0 address {mac} netns {pid}")
             commands.append(f"link set {link} master {self.sandbox.bridge} up")
         _run_ip_commands(commands)

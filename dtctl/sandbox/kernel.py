@@ -78,7 +78,7 @@ def map_ids(inside_uid: int, inside_gid: int, outside_uid: int, outside_gid: int
     Path("/proc/self/gid_map").write_text(f"{inside_gid} {outside_gid} 1")
 
 
-def interface_up(name: str, address: str | None = None, netmask: str | None = None) -> None:
+def enable_interface(name: str, address: str | None = None, netmask: str | None = None) -> None:
     """Give an interface an address and switch it on; saves a process per host compared with ip(8)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for request, text in ((_SIOCSIFADDR, address), (_SIOCSIFNETMASK, netmask)):

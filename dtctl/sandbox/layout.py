@@ -108,12 +108,12 @@ class Sandbox:
         raise SandboxError(f"the sandbox has no host {name}", where=f"sandbox {self.name}", hint=hint)
 
 
-def default_name() -> str:
+def choose_default_name() -> str:
     """Return the sandbox that commands mean when none is named."""
     return os.environ.get("DTCTL_SANDBOX", "default")
 
 
-def state_dir(name: str) -> Path:
+def build_state_dir(name: str) -> Path:
     """Folder of the sandbox of this name.
 
     Raises:
@@ -133,7 +133,7 @@ def compute_sandbox_tag(state: Path) -> str:
     return hashlib.blake2b(os.fsencode(state), digest_size=3).hexdigest()
 
 
-def bridge_name(state: Path) -> str:
+def build_bridge_name(state: Path) -> str:
     """Return the name of the bridge; interfaces may have 15 characters."""
     return f"dt{compute_sandbox_tag(state)}"
 
@@ -143,7 +143,7 @@ def link_name(state: Path, index: int) -> str:
     return f"dt{compute_sandbox_tag(state)}n{index}"
 
 
-def mac_address(state: Path, index: int) -> str:
+def build_mac_address(state: Path, index: int) -> str:
     """Return the MAC address of a host: the same after it was off, since its peers have it in their tables."""
     octets = bytes.fromhex(compute_sandbox_tag(state)) + bytes([index])
     return "02:dc:" + ":".join(f"{octet:02x}" for octet in octets)

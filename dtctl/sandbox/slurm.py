@@ -100,14 +100,14 @@ def check_slurm_requirements() -> None:
         )
 
 
-def config_file(state: Path) -> Path:
+def build_config_path(state: Path) -> Path:
     """Return the path of the configuration, which exists if the sandbox has Slurm."""
     return state / "slurm" / "slurm.conf"
 
 
 def build_slurm_environment(sandbox: Sandbox) -> dict[str, str]:
     """Return the variables for Slurm's commands; none if the sandbox has no Slurm."""
-    return {"SLURM_CONF": str(config_file(sandbox.state))} if sandbox.slurm else {}
+    return {"SLURM_CONF": str(build_config_path(sandbox.state))} if sandbox.slurm else {}
 
 
 def write_files(state: Path, nodes: Sequence[SandboxNode], *, bridge_address: str) -> None:
@@ -133,7 +133,7 @@ def write_files(state: Path, nodes: Sequence[SandboxNode], *, bridge_address: st
         nodes="\n".join(rows),
         names=",".join(node.name for node in nodes),
     )
-    config_file(state).write_text(text, encoding="utf-8")
+    build_config_path(state).write_text(text, encoding="utf-8")
     names = "".join(f"{node.address} {node.name}\n" for node in nodes)
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{bridge_address} {CONTROL}\n{names}", encoding="utf-8")
     # Slurm counts every kind of file; ten digits would need another pattern.
@@ -162,9 +162,9 @@ def start_control(state: Path) -> None:
             raise SandboxError("munge did not start", where=str(munge / "log"))
         time.sleep(0.01)
     _fork_daemon(
-        ["slurmctld", "-D", "-f", str(config_file(state))],
+        ["slurmctld", "-D", "-f", str(build_config_path(state))],
         log=state / "slurm" / "slurmctld.out",
-        environ={"SLURM_CONF": str(config_file(state))},
+        environ={"SLURM_CONF": str(build_config_path(state))},
         hosts=state / "slurm" / "hosts",
     )
 
@@ -172,9 +172,9 @@ def start_control(state: Path) -> None:
 def start_daemon(state: Path, name: str) -> None:
     """Start a host's daemon, on that host, as a child of its init."""
     _fork_daemon(
-        ["slurmd", "-D", "-N", name, "-f", str(config_file(state))],
+        ["slurmd", "-D", "-N", name, "-f", str(build_config_path(state))],
         log=state / "self" / "slurmd" / "out",
-        environ={"SLURM_CONF": str(config_file(state))},
+        environ={"SLURM_CONF": str(build_config_path(state))},
     )
 
 

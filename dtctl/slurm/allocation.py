@@ -12,7 +12,7 @@ from dtctl.transport.base import Target
 from dtctl.transport.srun import SrunTransport
 
 
-def cluster_of_allocation(spec: Spec, environ: Mapping[str, str]) -> ResolvedCluster:
+def build_allocation_cluster(spec: Spec, environ: Mapping[str, str]) -> ResolvedCluster:
     """Return the nodes that Slurm has given to this process's job; srun reaches them.
 
     Args:

@@ -51,6 +51,6 @@ def run_of_task(run: str, index: int) -> str:
     return f"{run}.{index}"
 
 
-def job_of_task(job: str, index: int) -> str:
+def format_task_id(job: str, index: int) -> str:
     """Return the job id of a task in the form that Slurm's commands accept at any time."""
     return f"{job}_{index}"

@@ -17,10 +17,10 @@ import dtctl
 from dtctl import names, shell
 from dtctl.errors import PlanError
 from dtctl.plan import environment
-from dtctl.plan.commands import with_options
+from dtctl.plan.commands import replace_torchrun_options
 from dtctl.plan.model import Plan
 from dtctl.plan.warnings import list_warnings
-from dtctl.render import render_template, template_folders
+from dtctl.render import list_template_folders, render_template
 from dtctl.slurm.job_file import LAUNCHER_FILE
 from dtctl.spec.model import Slurm, Spec
 from dtctl.spec.nodes import join_gres, resolve_nodes, resolve_spares
@@ -83,7 +83,7 @@ def render_batch_file(
         "names": names,
         "plan": plan,
         "node": node,
-        "notes": job_warnings(spec, plan),
+        "notes": list_job_warnings(spec, plan),
         "secret_words": {name: "${" + name + "+set}" for name in plan.secrets},
         "groups": [group for group in node.env_by_origin if group.origin != environment.PLACE],
         "directives": list_directives(slurm, plan, chdir=chdir, output=output, outlives_nodes=not plain, spares=spares),
@@ -100,7 +100,7 @@ def render_batch_file(
         "count": len(plan.nodes),
         "may_lack_gpus": _may_lack_gpus(slurm, plan),
         "on_cpus": f"{environment.ON_CPUS.name}=${{{environment.ON_CPUS.name}-{environment.ON_CPUS.value}}}",
-        "argv": with_options(node.argv, LATE_OPTIONS) if plan.kind == "torchrun" else node.argv,
+        "argv": replace_torchrun_options(node.argv, LATE_OPTIONS) if plan.kind == "torchrun" else node.argv,
         "mark": f"TASK_{hashlib.blake2b(repr(node).encode(), digest_size=6).hexdigest()}",
         "folder": str(folder),
         # Other users must not read the files of a task.
@@ -117,7 +117,7 @@ def render_batch_file(
         "requeues": slurm.requeues if slurm.requeue else 0,
         "requeue_exit": names.REQUEUE_EXIT,
     }
-    made = render_template(PLAIN_TEMPLATE if plain else TEMPLATE, values, folders=template_folders(spec.base_dir))
+    made = render_template(PLAIN_TEMPLATE if plain else TEMPLATE, values, folders=list_template_folders(spec.base_dir))
     if plain and len(made.encode()) > MOST_PLAIN_BYTES:
         raise PlanError(
             f"the script of the workers has more than {MOST_PLAIN_BYTES:,} bytes, too many for one argument of srun",
@@ -130,7 +130,7 @@ def render_batch_file(
 def _build_task_variables(plan: Plan, slots: str) -> dict[str, str]:
     """Return the variables for a task's rank and rendezvous, as shell expressions that each task evaluates."""
     rank, run_id, attempt = shell.ShellExpansion("$SLURM_PROCID"), names.RUN_ID, names.ATTEMPT
-    place = environment.node_variables(
+    place = environment.build_node_variables(
         plan.kind,
         node_rank=shell.ShellExpansion("$SLURM_NODEID"),
         nodes=shell.ShellExpansion("$SLURM_NNODES"),
@@ -141,11 +141,13 @@ def _build_task_variables(plan: Plan, slots: str) -> dict[str, str]:
         max_restarts=str(plan.max_restarts),
     )
     if plan.per_worker:
-        place |= environment.worker_variables(plan.kind, rank=rank, local_rank=shell.ShellExpansion("$SLURM_LOCALID"))
+        place |= environment.build_worker_variables(
+            plan.kind, rank=rank, local_rank=shell.ShellExpansion("$SLURM_LOCALID")
+        )
     return place
 
 
-def job_warnings(spec: Spec, plan: Plan) -> list[str]:
+def list_job_warnings(spec: Spec, plan: Plan) -> list[str]:
     """Return the warnings about this job, for a user who launches or submits it with any transport."""
     spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"transport": "slurm"})})
     return list_warnings(spec, resolve_nodes(spec), per_worker=plan.per_worker)
@@ -170,7 +172,7 @@ def list_directives(
     options = {
         "job-name": plan.job,
         **_node_options(
-            slurm, nodes=len(plan.nodes) + spares, tasks=_count_tasks_per_node(plan), gres=gres_of_job(plan) or None
+            slurm, nodes=len(plan.nodes) + spares, tasks=_count_tasks_per_node(plan), gres=format_job_gres(plan) or None
         ),
         **_job_options(slurm, chdir=chdir, output=output),
         "no-kill": outlives_nodes,
@@ -178,12 +180,12 @@ def list_directives(
     return _format_sbatch_lines({**options, **slurm.extra})
 
 
-def asked_of_slurm(spec: Spec, plan: Plan) -> Slurm:
+def complete_slurm_section(spec: Spec, plan: Plan) -> Slurm:
     """Return a spec's section for Slurm, completed with the resources of its nodes."""
-    return (spec.slurm or Slurm()).model_copy(update={"gres": gres_of_job(plan) or None})
+    return (spec.slurm or Slurm()).model_copy(update={"gres": format_job_gres(plan) or None})
 
 
-def gres_of_job(plan: Plan) -> str:
+def format_job_gres(plan: Plan) -> str:
     """Return the generic resources that a job requests on each of its nodes; empty for none.
 
     Raises:
@@ -298,7 +300,7 @@ def escape_file_pattern(path: Path) -> str:
 
 
 def _check_batch_spec(spec: Spec, plan: Plan) -> None:
-    gres_of_job(plan)
+    format_job_gres(plan)
     if spec.slurm and spec.slurm.array and spec.snapshot_dir:
         raise PlanError(
             "all tasks of the array would continue from the same snapshots",

@@ -10,7 +10,7 @@ from typing import Final
 
 from dtctl import names, shell
 from dtctl.errors import LaunchError
-from dtctl.launch.exec_in_run import command_line
+from dtctl.launch.exec_in_run import format_command_line
 from dtctl.launch.records.record import RunRecord, build_node_error
 from dtctl.slurm import remote_commands
 from dtctl.slurm.answers import JobStatus
@@ -80,7 +80,7 @@ def build_job_command(
     """
     script = _ENTER.format(
         run=shell.quote_word(f"{names.RUN_ID}={run}"), node=names.NODE, token=processes.TOKEN,
-        left_out=" | ".join((*OF_ONE_WORKER, *secrets)), command=command_line(argv, window),
+        left_out=" | ".join((*OF_ONE_WORKER, *secrets)), command=format_command_line(argv, window),
     )  # fmt: skip
     env: Mapping[str, str] = site.env if isinstance(site, LocalCommandHost) else {}
     # The command shares the workers' resources: memory 0 requests no memory of its own.

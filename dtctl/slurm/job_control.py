@@ -166,7 +166,7 @@ def _launch_allocated_job(
     if file.template.live and not _has_pipes(folder):
         write_line(f"lost workers are not replaced alone: the disk of {folder} has no named pipes")
         file = replace(file, template=replace(file.template, live=False))
-    job = job_in(file, addresses, folder, environ, attempt=attempt)
+    job = build_job_in_allocation(file, addresses, folder, environ, attempt=attempt)
     is_told = bool(before.restarts) and before.restarts[-1].attempt == attempt
     if attempt and not is_told:  # otherwise the previous launcher has emitted the restart, and found no nodes
         emit(AttemptRestarting(attempt=attempt, of=attempt + file.template.max_restarts, reason=REQUEUED))
@@ -282,13 +282,13 @@ def own_address(*peers: str) -> str:
             found = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)
         except OSError:
             continue
-        address = node_facts.address_towards(str(found[0][4][0]))
+        address = node_facts.find_address_towards(str(found[0][4][0]))
         if address and not ip_address(address).is_loopback:
             return address
     return ""
 
 
-def job_in(
+def build_job_in_allocation(
     file: JobFile, addresses: Mapping[str, str], folder: Path, environ: Mapping[str, str], *, attempt: int
 ) -> LaunchJob:
     """Return the job to launch; `attempt` is the number of the first attempt.
@@ -300,7 +300,7 @@ def job_in(
     credentials = json.loads(environ.get(names.INDEX_CREDENTIALS, "{}"))
     order = EnvironmentOrder.parse({**file.environment, "credentials": credentials}) if file.environment else None
     given = {name: environ[name] for name in FOR_WORKERS if name in environ}
-    granted = granted_cores([*addresses], environ)
+    granted = read_granted_cores([*addresses], environ)
     count = len(file.template.nodes)
     planned, spares = [*addresses][:count], [*addresses][count:]
 
@@ -365,7 +365,7 @@ def _make_transport(job: str, nodes: Sequence[str]) -> SrunTransport:
     return SrunTransport(job, step)
 
 
-def granted_cores(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str, int]:
+def read_granted_cores(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str, int]:
     """Return the number of processors that Slurm has given to the job on each node, for nodes that Slurm reports.
 
     At a site that does not bind processes, a process sees all cores of a node, though the job may have only a few.

@@ -19,7 +19,7 @@ from dtctl import names
 from dtctl.errors import LaunchError
 from dtctl.launch.control import failure as failures
 from dtctl.launch.control.failure import Failure
-from dtctl.launch.control.first_failure import first_failure
+from dtctl.launch.control.first_failure import find_first_failure
 from dtctl.launch.records.events import (
     AttemptRestarting,
     AttemptRunning,
@@ -36,7 +36,7 @@ from dtctl.launch.records.logs import BEGUN_FILE, RunLogs
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.slurm import batchlog
 from dtctl.slurm.job_files import JobFiles, Part
-from dtctl.slurm.job_output import by_rank
+from dtctl.slurm.job_output import split_by_rank
 from dtctl.slurm.job_ref import JobRef
 from dtctl.slurm.record_sync import RecordSync
 from dtctl.supervisor.frames import AGENT, METRICS
@@ -163,7 +163,7 @@ class JobHistory:
             _, _, node, file = Path(name).parts
             if data:
                 self._mark_node_running(node)
-            for rank, chunk in by_rank(file, data):
+            for rank, chunk in split_by_rank(file, data):
                 for line in self.logs.write(node, rank, chunk):
                     self.emit(OutputLine(node=node, rank=rank, text=line))
 
@@ -274,10 +274,10 @@ class JobHistory:
         """Return the first failure of the newest attempt; None if it has not failed."""
         if self.mirror.has_begun:
             return self.mirror.failure()
-        failure = first_failure(self.attempt.failures, (), self.logs) if self.attempt is not None else None
+        failure = find_first_failure(self.attempt.failures, (), self.logs) if self.attempt is not None else None
         if failure is None or not failure.log or Path(failure.log).is_file():
             return failure
-        summary = failure.summary or job_error(self.files.read_log())
+        summary = failure.summary or find_job_error(self.files.read_log())
         return replace(failure, log=str(self.files.job_log), summary=summary)
 
     def _emit_new_event(self, event: Event) -> None:
@@ -286,7 +286,7 @@ class JobHistory:
             self.emit(event)
 
 
-def job_error(log: str) -> str:
+def find_job_error(log: str) -> str:
     """Return the batch file's error message if it could not start the workers; empty if there is none."""
     marks = [line.removeprefix(ERROR_MARK) for line in log.splitlines() if line.startswith(ERROR_MARK)]
     return marks[-1] if marks else ""

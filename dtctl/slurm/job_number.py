@@ -11,14 +11,14 @@ from typing import Final
 
 from dtctl import folders, names
 from dtctl.errors import LaunchError
-from dtctl.launch.cluster import first_plan, resolve_cluster
+from dtctl.launch.cluster import build_first_plan, resolve_cluster
 from dtctl.launch.records.events import JobSubmitted, RunPlanned
 from dtctl.launch.records.record import RunInfo, RunRecord, check_no_link, list_run_records
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import read_run_progress
 from dtctl.slurm.job_control import CONTROL_FOLDER
 from dtctl.slurm.site import choose_slurm_host
-from dtctl.slurm.submit import python_at
+from dtctl.slurm.submit import choose_site_python
 from dtctl.spec.load import parse_spec
 from dtctl.spec.model import Spec
 
@@ -82,7 +82,7 @@ def _is_waiting(base_dir: Path, folder: Path, number: str) -> bool:
 def _record_job_run(base_dir: Path, folder: Path, number: str) -> RunRecord:
     """Record a job as a run, which users can then follow, read and stop like a run of `dtctl launch`."""
     spec, run = _read_job_spec(base_dir, folder), f"{folder.name}.{number}"
-    plan = first_plan(spec, resolve_cluster(spec, start=False), run=run)
+    plan = build_first_plan(spec, resolve_cluster(spec, start=False), run=run)
     started = _read_job_start(folder / number)
     info = RunInfo(
         run=run, token="", pid=os.getpid(), started=started, spec="", command=[], detached=True, slurm=True
@@ -92,7 +92,7 @@ def _record_job_run(base_dir: Path, folder: Path, number: str) -> RunRecord:
             job=number,
             site=site.name,
             folder=str(folder / number),
-            python=python_at(spec, site),
+            python=choose_site_python(spec, site),
             workers_apart=plan.per_worker,
             slots=plan.head.slots,
             max_attempts=plan.max_restarts,

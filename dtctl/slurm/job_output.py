@@ -11,7 +11,7 @@ JOB_LOG = "job.log"
 """Output of the batch file and of srun, in the run's folder."""
 
 
-def by_rank(file: str, data: bytes) -> Iterator[tuple[int, bytes]]:
+def split_by_rank(file: str, data: bytes) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a task's file with their ranks; torchrun prefixes the lines of its workers."""
     if file != AGENT_FILE:
         yield parse_log_name(file), data

@@ -23,12 +23,12 @@ from dtctl.launch.records.ledger import WRITE_S
 from dtctl.launch.records.record import RunRecord
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import read_run_progress
-from dtctl.launch.run_spec import spec_of_run
+from dtctl.launch.run_spec import load_run_spec
 from dtctl.slurm import batchlog, remote_commands
 from dtctl.slurm.answers import JobUpdate
 from dtctl.slurm.job_control import CONTROL_FOLDER
 from dtctl.slurm.job_files import JobFiles
-from dtctl.slurm.job_history import JobHistory, job_error
+from dtctl.slurm.job_history import JobHistory, find_job_error
 from dtctl.slurm.job_ref import JobRef
 from dtctl.slurm.job_state import TIME_IS_UP, JobState
 from dtctl.slurm.leftover_processes import LeftoverProcesses, end_left_processes
@@ -156,7 +156,7 @@ class JobWatcher:
         """
         history, verdict = self.history, self._judge_end(stopped_by)
         left_behind = self.left_behind()
-        outputs = count_outputs(self.site, self.ref, spec_of_run(self.record).job.outputs)
+        outputs = count_outputs(self.site, self.ref, load_run_spec(self.record).job.outputs)
         duration_s = self._duration_s()
         goodput = self._close_ledger(duration_s, succeeded=verdict.is_success)
         told = self.mirror.progress
@@ -248,9 +248,9 @@ class JobWatcher:
 
     def _without_a_word(self, state: str) -> Failure:
         """Return the failure of a job without a known failure of a task."""
-        tail, log = failures.last_lines(self.files.read_log()), ""
+        tail, log = failures.take_last_lines(self.files.read_log()), ""
         if tail:
-            reason = self.history.requeue_cause or job_error("\n".join(tail))
+            reason = self.history.requeue_cause or find_job_error("\n".join(tail))
             summary = f"job {self.ref.job} ended as {explain_end(state)}" + (f": {reason}" if reason else "")
             log = str(self.files.job_log)
         else:
@@ -307,7 +307,7 @@ def snapshot_folder(record: RunRecord) -> str:
         LaunchError: the run was never submitted, or its snapshots lie on a disk that this machine does not see.
         SpecError: the copy of the run's spec is missing or broken.
     """
-    ref, snapshot_dir = read_job_reference(record), spec_of_run(record).snapshot_dir
+    ref, snapshot_dir = read_job_reference(record), load_run_spec(record).snapshot_dir
     if snapshot_dir and "://" in snapshot_dir:
         return snapshot_dir
     folder = Path(ref.folder) / run_workdir.FOLDER / snapshot_dir if snapshot_dir else Path(ref.folder) / "snapshots"

@@ -21,12 +21,12 @@ from typing import Final
 import dtctl
 from dtctl import names, node_facts, shell
 from dtctl.launch.cluster import read_job_source, set_job_python
-from dtctl.launch.job_builder import COMMAND_CHARACTERS, collect_job_settings, this_user
+from dtctl.launch.job_builder import COMMAND_CHARACTERS, collect_job_settings, format_this_user
 from dtctl.plan.bind import AttemptFacts, PlanTemplate, bind_plan
 from dtctl.plan.build import PlanFacts, compute_spec_digest, make_template
-from dtctl.plan.commands import with_options
+from dtctl.plan.commands import replace_torchrun_options
 from dtctl.plan.model import NodePlan, Rendezvous
-from dtctl.render import node_script
+from dtctl.render import render_node_script
 from dtctl.shell import ShellExpansion
 from dtctl.slurm.job_control import HEEDLESS
 from dtctl.slurm.job_file import JOB_FILE, LATE_OPTIONS, JobFile, name_job_file
@@ -127,7 +127,7 @@ def make_job_file(
         snapshots=snapshots,
         is_followed=is_followed,
         environment=environment.to_json() if environment is not None else {},
-        launched_from=this_user(),
+        launched_from=format_this_user(),
         command=shell.join_command(["dtctl", *sys.argv[1:]])[:COMMAND_CHARACTERS],
         started=node_facts.launch_time(),
     )
@@ -148,10 +148,10 @@ def _scripts_of(template: PlanTemplate, base_dir: Path) -> tuple[str, ...]:
             node_rank=ShellExpansion(f"${names.NODE_INDEX}"),  # type: ignore[arg-type]
             first_rank=ShellExpansion("$RANK"),  # type: ignore[arg-type]
             env=of_node.env,
-            argv=tuple(with_options(node.argv, LATE_OPTIONS)) if plan.kind == "torchrun" else node.argv,
+            argv=tuple(replace_torchrun_options(node.argv, LATE_OPTIONS)) if plan.kind == "torchrun" else node.argv,
         )
         if anywhere not in scripts:  # most nodes have the same script
-            scripts[anywhere] = node_script(late, anywhere, base_dir=base_dir)
+            scripts[anywhere] = render_node_script(late, anywhere, base_dir=base_dir)
         made.append(scripts[anywhere])
     return tuple(made)
 

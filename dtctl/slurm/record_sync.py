@@ -142,7 +142,7 @@ class RecordSync:
             hung = sorted(self._record.folder.glob(f"{names.HANGS_DIR}/*/{first.node}/rank-{first.rank}.txt"))
             path = hung[-1] if f"/{names.HANGS_DIR}/" in first.log and hung else path
             log = str(path) if path.is_file() else ""
-            tail = failures.last_lines(_read_copy_text(path))
+            tail = failures.take_last_lines(_read_copy_text(path))
         return Failure(
             node=first.node or "",
             rank=first.rank,

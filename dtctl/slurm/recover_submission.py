@@ -12,7 +12,7 @@ from dtctl.launch.records.events import JobSubmitted, JobSubmitting, RunEnded
 from dtctl.launch.records.record import RunRecord
 from dtctl.slurm import remote_commands
 from dtctl.slurm.answers import FoundJobs
-from dtctl.slurm.arrays import job_of_task
+from dtctl.slurm.arrays import format_task_id
 from dtctl.slurm.job_ref import JobRef
 from dtctl.slurm.site import CommandHost
 
@@ -76,5 +76,5 @@ def find_submission_outcome(run: str, submitting: JobSubmitting, site: CommandHo
     if not jobs:
         return build_unsubmitted_end(run)
     keys = [field.name for field in fields(JobSubmitted) if field.name not in ("job", "time")]
-    job = jobs[-1] if index is None else job_of_task(jobs[-1], index)
+    job = jobs[-1] if index is None else format_task_id(jobs[-1], index)
     return JobSubmitted(job=job, **{name: getattr(submitting, name) for name in keys})

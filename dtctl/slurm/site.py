@@ -190,17 +190,17 @@ def choose_slurm_host(spec: Spec) -> CommandHost:
         return LocalCommandHost()
     if login == SANDBOX:
         return LocalCommandHost(_sandbox_env(), name="the sandbox")
-    from dtctl.launch.cluster import build_target, ssh_transport
+    from dtctl.launch.cluster import build_target, make_ssh_transport
 
     cluster = spec.cluster
     target = build_target(cluster, login, address=login, user=cluster.user, port=cluster.port)
-    return LoginCommandHost(target, ssh_transport([target], cluster.ssh))
+    return LoginCommandHost(target, make_ssh_transport([target], cluster.ssh))
 
 
 def _sandbox_env() -> dict[str, str]:
     from dtctl.sandbox import control, slurm
 
-    sandbox = control.find_running_sandbox(control.default_name())
+    sandbox = control.find_running_sandbox(control.choose_default_name())
     env = slurm.build_slurm_environment(sandbox) if sandbox else {}
     if not env:
         raise LaunchError(

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from dtctl import names
 from dtctl.errors import LaunchError, PlanError, UsageError
-from dtctl.launch.cluster import ResolvedCluster, first_plan, resolve_cluster
+from dtctl.launch.cluster import ResolvedCluster, build_first_plan, resolve_cluster
 from dtctl.launch.files.tree import FileTree, check_program_files
 from dtctl.launch.job_builder import CodePush
-from dtctl.launch.records.run_writer import state_folder
+from dtctl.launch.records.run_writer import prepare_state_folder
 from dtctl.plan.environment import read_job_secrets
 from dtctl.plan.model import Plan
 from dtctl.slurm import arrays, batch, remote_commands
@@ -52,11 +52,11 @@ class SubmittedJob:
 
     def get_array_task(self, index: int) -> JobRef:
         """Return the reference to one task of the array, which is a job of its own."""
-        job = arrays.job_of_task(self.ref.job, index)
+        job = arrays.format_task_id(self.ref.job, index)
         return replace(self.ref, job=job, folder=f"{self.ref.folder}/{index}")
 
 
-def python_at(spec: Spec, site: CommandHost) -> str:
+def choose_site_python(spec: Spec, site: CommandHost) -> str:
     """Return the Python interpreter for dtctl's own small programs on the machine with Slurm's commands."""
     return (spec.cluster.python or "python3") if isinstance(site, LoginCommandHost) else sys.executable
 
@@ -94,16 +94,18 @@ def submit_job(
     tasks = list_array_indexes(spec)
     if followed:
         _check_allocation(site, os.environ)
-    plan = first_plan(spec, resolve_cluster(spec, start=False), run=run)
+    plan = build_first_plan(spec, resolve_cluster(spec, start=False), run=run)
     secrets = read_job_secrets(spec.job.secrets, os.environ)
     if code is not None:
         for each in (specs or {0: spec}).values():
             check_program_files(each, code.tree)
-    python = python_at(spec, site)
+    python = choose_site_python(spec, site)
     spares = 0 if spec.is_plain else len(resolve_spares(spec))
     away = check_offer(spec, plan, spares, remote_commands.send_login_request(site, python, ClusterResources))
     workdir = (
-        spec.cluster.workdir if isinstance(site, LoginCommandHost) else str(state_folder(spec.base_dir, "slurm").parent)
+        spec.cluster.workdir
+        if isinstance(site, LoginCommandHost)
+        else str(prepare_state_folder(spec.base_dir, "slurm").parent)
     )
     folder = Path(remote_commands.send_login_request(site, python, RunFolder, workdir=workdir, run=run).folder)
     code_folder = (
@@ -147,7 +149,7 @@ def submit_job(
     return SubmittedJob(
         ref=replace(ref, job=answer.job),
         tasks=tuple(tasks),
-        notes=(*batch.job_warnings(spec, plan), *away, *_about_variables(answer)),
+        notes=(*batch.list_job_warnings(spec, plan), *away, *_about_variables(answer)),
     )
 
 
@@ -245,7 +247,7 @@ def locate_stores(spec: Spec) -> ResolvedCluster:
     workdir = str(locate_folder(spec, "").resolve().parent)
     if isinstance(site, LoginCommandHost):
         workdir = spec.cluster.workdir
-    node = NodeSpec(name=site.name, address="", slots=1, workdir=workdir, python=python_at(spec, site))
+    node = NodeSpec(name=site.name, address="", slots=1, workdir=workdir, python=choose_site_python(spec, site))
     return ResolvedCluster(nodes=(node,), targets={site.name: site.target}, make_transport=lambda: site.transport)
 
 
@@ -304,7 +306,7 @@ def check_offer(spec: Spec, plan: Plan, spares: int, offer: ClusterResources) ->
     Raises:
         PlanError: the job requests something that the cluster lacks; the error names the key.
     """
-    found = list(check_job_offer(batch.asked_of_slurm(spec, plan), len(plan.nodes) + spares, offer))
+    found = list(check_job_offer(batch.complete_slurm_section(spec, plan), len(plan.nodes) + spares, offer))
     for lack in found:
         if lack.never:
             raise PlanError(lack.summary, where=spec.written_at(lack.key), hint=lack.fix)

@@ -181,7 +181,7 @@ def _restore_typed_text(error: ValidationError, data: dict[str, Any], texts: Map
 
     changed = False
     for problem in error.errors(include_url=False, include_context=False):
-        path = problems.path_in(problem["loc"], data)
+        path = problems.find_key_path(problem["loc"], data)
         if problem["type"] == "string_type" and path in texts:
             place: Any = data
             for step in path[:-1]:
@@ -197,7 +197,7 @@ def _leave_out_removed(error: ValidationError, data: dict[str, Any]) -> bool:
 
     changed = False
     for problem in error.errors(include_url=False, include_context=False):
-        path = problems.path_in(problem["loc"], data)
+        path = problems.find_key_path(problem["loc"], data)
         if format_dotted_key(path) in {*problems.REMOVED, *problems.REFUSED_SINCE}:
             place: Any = data
             for step in path[:-1]:

@@ -499,7 +499,7 @@ class Job(Section):
             return value
         if info.data.get("shell"):
             return [value]
-        if found := shell.shell_syntax(value):
+        if found := shell.find_shell_syntax(value):
             raise ValueError(_for_a_shell(found))
         try:
             return shell.split_command(value)
@@ -514,7 +514,7 @@ class Job(Section):
         if info.data.get("shell"):
             if len(words) > 1:
                 raise ValueError("with `shell: true` it is one line of text, and this is a list")
-        elif found := shell.operator_among(words):
+        elif found := shell.find_shell_operator(words):
             raise ValueError(_for_a_shell(found))
         return words
 

@@ -172,7 +172,7 @@ def _expand_node_names(text: str, key: str, where: str) -> list[str]:
         raise SpecError(exc.message, where=where, key=key, hint=exc.hint) from None
 
 
-def gpus_of_gres(text: str) -> int:
+def count_gres_gpus(text: str) -> int:
     """Return the number of GPUs in a request of generic resources: `gpu:8`, `gpu:a100:4,nic:1`; 0 without GPUs."""
     total = 0
     for item in text.split(","):
@@ -208,7 +208,7 @@ def _resolve_node_slots(spec: Spec, entry: NodeEntry, gres: str | None) -> int |
     if slots != "auto" or spec.cluster.transport != "slurm":
         return slots
     extra = spec.slurm.extra if spec.slurm else {}
-    return gpus_of_gres(gres or "") or gpus_of_gres(f"gpu:{extra.get('gpus-per-node', 0)}") or "auto"
+    return count_gres_gpus(gres or "") or count_gres_gpus(f"gpu:{extra.get('gpus-per-node', 0)}") or "auto"
 
 
 def _build_node_spec(spec: Spec, entry: NodeEntry, name: str) -> NodeSpec:

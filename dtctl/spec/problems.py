@@ -40,7 +40,7 @@ _SHOWN = 60
 """Largest number of characters of a wrong value that a message repeats."""
 
 
-def path_in(loc: Sequence[int | str], data: Any) -> Path:
+def find_key_path(loc: Sequence[int | str], data: Any) -> Path:
     """Return the key for a location of pydantic, without the names of union members, which the file does not have."""
     path: list[int | str] = []
     for step in loc:
@@ -112,7 +112,7 @@ def _by_path(problems: Sequence[ErrorDetails], data: Any) -> dict[Path, list[Err
     """
     groups: dict[Path, list[ErrorDetails]] = {}
     for problem in problems:
-        path = path_in(problem["loc"], data)
+        path = find_key_path(problem["loc"], data)
         if problem["type"] == "missing":
             path = (*path, problem["loc"][-1])
         groups.setdefault(path, []).append(problem)

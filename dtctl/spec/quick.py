@@ -14,7 +14,7 @@ from dtctl.spec.places import KeyLocations
 from dtctl.spec.positions import YamlDocument
 
 
-def spec_from_nodes(
+def build_quick_spec(
     nodes: str, *, slots: int | None, argv: Sequence[str], overrides: Sequence[str], base_dir: Path
 ) -> Spec:
     """Return the spec that a command line describes.

@@ -34,7 +34,7 @@ def collect_key_documentation() -> dict[str, dict[str, str]]:
     return keys
 
 
-def json_schema() -> dict[str, Any]:
+def build_json_schema() -> dict[str, Any]:
     """Return the JSON Schema (2020-12) of `dtctl.yaml`."""
     schema = model.Spec.model_json_schema()
     definitions = schema["$defs"]

@@ -96,9 +96,9 @@ class SupervisedRun:
         fd = os.open(script, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o700)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(message.script)
-        env = environment.of_workers(message, self.folder, interface)
-        workers = [environment.with_error_file(worker, env["DTCTL_PROGRESS"]) for worker in message.workers]
-        env = {**environment.without_step(os.environ), **env, processes.TOKEN: self.token}
+        env = environment.build_attempt_variables(message, self.folder, interface)
+        workers = [environment.add_error_file(worker, env["DTCTL_PROGRESS"]) for worker in message.workers]
+        env = {**environment.drop_step_variables(os.environ), **env, processes.TOKEN: self.token}
         return WorkerStart(
             self.fork_servers, message.preload, script, run_workdir.find_working_folder(self.folder), env, workers
         )
@@ -106,7 +106,7 @@ class SupervisedRun:
     def close(self) -> None:
         """End the fork servers, and remove the run's snapshots in memory."""
         self.fork_servers.close()
-        folders.remove_folder_tree(folders.memory_folder(self.folder))
+        folders.remove_folder_tree(folders.choose_memory_folder(self.folder))
 
 
 class NodeAttempt:
@@ -121,7 +121,7 @@ class NodeAttempt:
         self.run = run
         self.link = link
         self.folder = os.path.join(run.folder, f"attempt-{message.attempt}")
-        self.interface = node_facts.interface_towards(message.peer) if message.peer else ""
+        self.interface = node_facts.find_interface_towards(message.peer) if message.peer else ""
         self.worker_start = run.prepare_workers(message, self.folder, self.interface)
         self.progress_dir = self.worker_start.env["DTCTL_PROGRESS"]
         os.makedirs(self.progress_dir, mode=0o700, exist_ok=True)

@@ -12,7 +12,7 @@ import time
 
 from dtctl import folders
 from dtctl.supervisor import environments, processes, receive
-from dtctl.supervisor.messages.base import Message, by_op
+from dtctl.supervisor.messages.base import Message, index_message_types
 from dtctl.supervisor.messages.stored import STORED, ItemsRemoved, ListStored, RemoveStored, StoredItem, StoredItems
 from dtctl.supervisor.requests import NodeRequests
 
@@ -26,7 +26,7 @@ OF_VALUE = ("snapshots", "work")
 class StoredRequests(NodeRequests):
     """Answers to `dtctl clean`."""
 
-    KINDS = by_op(ListStored, RemoveStored)
+    KINDS = index_message_types(ListStored, RemoveStored)
     IDLE_LIMIT_S = 3600.0
     """Seconds in which the user reads the list and agrees."""
 
@@ -47,7 +47,7 @@ def list_stored_items(workdir: str) -> list[StoredItem]:
         path = os.path.join(runs, name)
         if folders.is_name(name) and _is_run(path):
             has = [each for each in OF_VALUE if os.path.isdir(os.path.join(path, each))]
-            if os.path.isdir(folders.memory_folder(path)):
+            if os.path.isdir(folders.choose_memory_folder(path)):
                 has.append("memory")  # An ended run has such a folder only if its supervisor was killed.
             items.append(_build_stored_item("run", name, path, is_used=_is_running(path), has=has))
     for kind, store in KINDS_OF_TREES.items():
@@ -63,7 +63,11 @@ def list_stored_items(workdir: str) -> list[StoredItem]:
                 )  # fmt: skip
     items += [
         _build_stored_item(
-            "env", name, path, is_used=name in ordered or environments.is_used(path), at=environments.last_used(path)
+            "env",
+            name,
+            path,
+            is_used=name in ordered or environments.is_used(path),
+            at=environments.read_last_use(path),
         )
         for name, path in environments.list_environments(workdir)
     ]
@@ -75,7 +79,7 @@ def _build_stored_item(
 ) -> StoredItem:
     size, newest = _measure_folder(path)
     if has and "memory" in has:
-        size += _measure_folder(folders.memory_folder(path))[0]
+        size += _measure_folder(folders.choose_memory_folder(path))[0]
     age_s = max(0.0, time.time() - (at or newest))
     return StoredItem(kind=kind, name=name, bytes=size, age_s=age_s, is_used=is_used, has=has or [])
 
@@ -103,7 +107,7 @@ def _is_run(path: str) -> bool:
 
 
 def _is_running(path: str) -> bool:
-    return processes.living_supervisor(path) is not None
+    return processes.find_living_supervisor(path) is not None
 
 
 def _is_tree_unused(path: str) -> bool:
@@ -134,7 +138,7 @@ def remove_run(workdir: str, name: str) -> bool:
     path = os.path.join(workdir, "runs", name)
     if not folders.is_name(name) or not _is_run(path) or _is_running(path):
         return False
-    folders.remove_folder_tree(folders.memory_folder(path))
+    folders.remove_folder_tree(folders.choose_memory_folder(path))
     return not folders.remove_folder_tree(path)
 
 

@@ -14,7 +14,7 @@ STEP = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_N
 """Variables with the numbers of the tasks and nodes of a step of Slurm."""
 
 
-def without_step(environ: Mapping[str, str]) -> dict[str, str]:
+def drop_step_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without the numbers of the step that this supervisor is a task of.
 
     Lightning uses them as the numbers of the workers, and refuses to start if they do not fit.
@@ -22,7 +22,7 @@ def without_step(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in STEP}
 
 
-def of_workers(start: StartAttempt, run_dir: str, interface: str) -> dict[str, str]:
+def build_attempt_variables(start: StartAttempt, run_dir: str, interface: str) -> dict[str, str]:
     """Return the variables of an attempt, with this node's folders and its interface towards the head node.
 
     Variables in the message take precedence, such as an interface that the user names over the routing table.
@@ -31,7 +31,7 @@ def of_workers(start: StartAttempt, run_dir: str, interface: str) -> dict[str, s
         "DTCTL_RUN_DIR": run_dir,
         "DTCTL_METRICS": os.path.join(run_dir, "metrics.jsonl"),
         "DTCTL_SNAPSHOT_DIR": os.path.expanduser(start.snapshots) or os.path.join(run_dir, "snapshots"),
-        "DTCTL_MEMORY_DIR": folders.memory_folder(run_dir),
+        "DTCTL_MEMORY_DIR": folders.choose_memory_folder(run_dir),
         "DTCTL_PROGRESS": os.path.join(run_dir, f"attempt-{start.attempt}", "progress"),
         "DTCTL_GRACE_S": f"{start.grace_s:g}",
         # In this folder, torchrun creates its own files, which would otherwise stay in /tmp.
@@ -43,7 +43,7 @@ def of_workers(start: StartAttempt, run_dir: str, interface: str) -> dict[str, s
     return {**env, **start.env}
 
 
-def with_error_file(worker: WorkerSpec, folder: str) -> WorkerSpec:
+def add_error_file(worker: WorkerSpec, folder: str) -> WorkerSpec:
     """Return the worker with a file for its exception, which torchrun also gives to each of its workers.
 
     The worker is unchanged if torchrun or a command of the user starts the actual workers.

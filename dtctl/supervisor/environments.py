@@ -150,7 +150,7 @@ def is_used(path: str) -> bool:
     return False
 
 
-def last_used(path: str) -> float:
+def read_last_use(path: str) -> float:
     """Return the time when a launch last used an environment; 0: not known."""
     try:
         return os.stat(os.path.join(path, MARKER)).st_mtime
@@ -182,7 +182,7 @@ class _BuildClaim:
         """Inode and time of another process's claim at the last check."""
         self._seen_at = 0.0
         namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
-        self._place = "%s %s" % (node_facts.boot_id(), namespace)
+        self._place = "%s %s" % (node_facts.read_boot_id(), namespace)
         self._text = json.dumps(
             {
                 "node": os.uname().nodename, "place": self._place, "pid": os.getpid(),

@@ -89,7 +89,7 @@ class WorkerExits:
         if code and not is_ending:  # A process that dtctl has ended needs no explanation.
             if number == signal.SIGKILL:
                 reason = self._memory.reason(process.pid)
-            reason = reason or LIMITS.get(number or 0, "") or full_disk(self.run_dir)
+            reason = reason or LIMITS.get(number or 0, "") or describe_full_disk(self.run_dir)
         elif killed:
             reason = "it did not end within the grace period, so dtctl killed it"
         worker_exit = WorkerExit(
@@ -119,7 +119,7 @@ def exit_facts(status: int) -> tuple[int, int | None]:
     return os.WEXITSTATUS(status), None
 
 
-def full_disk(path: str) -> str:
+def describe_full_disk(path: str) -> str:
     """Return a text if the disk of `path` is full; empty if it is not."""
     try:
         stat = os.statvfs(path)

@@ -6,7 +6,7 @@ import errno
 import os
 
 
-def server_address() -> str:
+def find_server_address() -> str:
     """Return the address of this node to which the control machine connected; empty if it is not known."""
     fields = os.environ.get("SSH_CONNECTION", "").split()
     return fields[2] if len(fields) == 4 else ""

@@ -62,7 +62,7 @@ def main() -> list[str]:
             send_reply_line(link, {"pid": child})
             os._exit(0)  # The supervisor is a subreaper, so it now becomes the parent of the child.
         link.close()
-        adopted_by(supervisor)
+        await_adoption(supervisor)
         if "argv" not in message:
             link, has_forked = socket.socket(fileno=fd), True
             continue
@@ -135,7 +135,7 @@ def send_reply_line(link: socket.socket, message: dict) -> None:  # type: ignore
         pass
 
 
-def adopted_by(supervisor: int) -> None:
+def await_adoption(supervisor: int) -> None:
     """Give this process its own session, and return once it is a child of the supervisor."""
     import time
 
@@ -145,7 +145,7 @@ def adopted_by(supervisor: int) -> None:
         time.sleep(0.0005)
     if os.getppid() != supervisor:
         os._exit(1)
-    die_with(supervisor)
+    end_with_supervisor(supervisor)
 
 
 def set_up_worker_process(message: dict, output: int) -> None:  # type: ignore[type-arg]
@@ -162,7 +162,7 @@ def set_up_worker_process(message: dict, output: int) -> None:  # type: ignore[t
         numpy.random.seed()  # Python reseeds its own generator after a fork, and torch's has a fixed seed.
 
 
-def die_with(supervisor: int) -> None:
+def end_with_supervisor(supervisor: int) -> None:
     """End this process when the supervisor does."""
     try:
         import ctypes
@@ -186,7 +186,7 @@ def name_as(name: str) -> None:
 
 def run(argv: list[str]) -> None:
     """Run a program as `python ARGV` does: a script and its arguments, or -m, a module and its arguments."""
-    sys.excepthook = without_this_file
+    sys.excepthook = print_user_traceback
     name_as(os.path.basename(argv[1] if argv[0] == "-m" else argv[0]))
     if argv[0] == "-m":
         import runpy
@@ -210,7 +210,7 @@ def run(argv: list[str]) -> None:
     exec(code, module.__dict__)  # noqa: S102 - this is the user's program
 
 
-def without_this_file(kind, error, trace) -> None:  # type: ignore[no-untyped-def]
+def print_user_traceback(kind, error, trace) -> None:  # type: ignore[no-untyped-def]
     """Print a traceback that begins with the user's program."""
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

@@ -11,7 +11,7 @@ from dtctl import folders
 from dtctl.schema import InvalidMessage
 from dtctl.supervisor import frames, output_log, processes
 from dtctl.supervisor.messages.attempt import AttemptStopped
-from dtctl.supervisor.messages.base import Message, by_op
+from dtctl.supervisor.messages.base import Message, index_message_types
 from dtctl.supervisor.messages.runs import ListRuns, LogsRead, ReadLogs, RunOnNode, RunsOnNode
 from dtctl.supervisor.messages.setup import RUNS
 from dtctl.supervisor.records import EXIT_RECORD
@@ -25,7 +25,7 @@ REQUEUE_EXIT = 75
 class RunRequests(NodeRequests):
     """Answers to a control machine that looks for runs."""
 
-    KINDS = by_op(ListRuns, ReadLogs)
+    KINDS = index_message_types(ListRuns, ReadLogs)
     IDLE_LIMIT_S = 600.0
 
     def answer(self, request: Message) -> None:

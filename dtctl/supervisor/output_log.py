@@ -146,13 +146,13 @@ class RankLogs:
 
     def skip_stored(self) -> None:
         """Count stored output as sent: an earlier supervisor has sent it, or the new link requests it."""
-        for rank in ranks_in(self.folder):
+        for rank in list_rank_logs(self.folder):
             log = self.open(rank)
             log.sent = log.size
 
     def rewind(self, offsets: dict[str, int]) -> None:
         """Set the offset of each rank up to which a new link has the output."""
-        for rank in ranks_in(self.folder):
+        for rank in list_rank_logs(self.folder):
             self.open(rank)
         for rank, log in self._logs.items():
             log.rewind(offsets.get(str(rank), 0))
@@ -190,7 +190,7 @@ class RankLogs:
         return {str(rank): log.segments for rank, log in self._logs.items() if log.unstored or log.cut}
 
 
-def ranks_in(folder: str) -> dict[int, str]:
+def list_rank_logs(folder: str) -> dict[int, str]:
     """Return the path of each rank's log in a folder."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(".log"))
     return {parse_log_name(name): os.path.join(folder, name) for name in names}
@@ -219,7 +219,7 @@ def send_stored(
     link: frames.FdLink, folder: str, offsets: dict[str, int], segments: dict[str, list[list[int]]]
 ) -> None:
     """Send the output in a folder's logs after the offset of each rank; `segments` is as in `AttemptStopped`."""
-    for rank, path in ranks_in(folder).items():
+    for rank, path in list_rank_logs(folder).items():
         with os.fdopen(folders.open_regular(path, follow=False), "rb") as file:
             for missing, data in read_from(file.fileno(), segments.get(str(rank), []), offsets.get(str(rank), 0)):
                 if missing:

@@ -11,7 +11,7 @@ import os
 
 from dtctl import folders
 from dtctl.supervisor import frames, run_workdir
-from dtctl.supervisor.messages.base import Message, by_op
+from dtctl.supervisor.messages.base import Message, index_message_types
 from dtctl.supervisor.messages.outputs import (
     ROWS,
     DigestFiles,
@@ -32,7 +32,7 @@ PIECE_BYTES = 1 << 18
 class OutputRequests(NodeRequests):
     """Answers to `dtctl fetch` about the files of one run, as they were when they were listed."""
 
-    KINDS = by_op(ListOutputs, DigestFiles, SendFiles)
+    KINDS = index_message_types(ListOutputs, DigestFiles, SendFiles)
     IDLE_LIMIT_S = 600.0
 
     def __init__(self, link: frames.FdLink, workdir: str) -> None:

@@ -54,10 +54,10 @@ def _read_process_table() -> dict[int, tuple[int, str, int]]:
 def read_process_identity(pid: int) -> str:
     """Return a text that distinguishes a process from earlier and later ones with its id; empty if there is none."""
     row = node_facts.read_process_stat(pid)
-    return "" if row is None else f"{node_facts.boot_id()} {row[2]}"
+    return "" if row is None else f"{node_facts.read_boot_id()} {row[2]}"
 
 
-def living_supervisor(run_dir: str) -> dict[str, Any] | None:
+def find_living_supervisor(run_dir: str) -> dict[str, Any] | None:
     """Return the record of a run's supervisor; None if it has ended, or was never started on this node."""
     try:
         record = frames.decode_message(folders.read_regular(os.path.join(run_dir, RECORD), _RECORD_BYTES))

@@ -172,7 +172,7 @@ class BlockReceiver:
         except (OSError, RuntimeError) as exc:
             return PushState(state="blocks", code="no-port", message=str(exc)), None
         _servers.append(server)
-        state = PushState(state="blocks", code=code, address=facts.server_address(), port=server.port)
+        state = PushState(state="blocks", code=code, address=facts.find_server_address(), port=server.port)
         return state, (contexts[1], ticket_key)
 
     def fetch(

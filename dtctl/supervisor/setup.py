@@ -24,7 +24,7 @@ from dtctl.supervisor.messages.attempt import (
     ProbePorts,
     StartAttempt,
 )
-from dtctl.supervisor.messages.base import Message, StillWorking, by_op
+from dtctl.supervisor.messages.base import Message, StillWorking, index_message_types
 from dtctl.supervisor.messages.setup import (
     DataLink,
     EndOrphanedRun,
@@ -42,7 +42,7 @@ REPORT_S = 1.0
 """Seconds between two heartbeats while the code is brought and checked."""
 MIN_FREE_BYTES = 16 << 20
 SOCKET = "control.sock"
-SETUP_REQUESTS = {**RUN_REQUESTS, **by_op(Hello, PushTree, Prepare, EndOrphanedRun)}
+SETUP_REQUESTS = {**RUN_REQUESTS, **index_message_types(Hello, PushTree, Prepare, EndOrphanedRun)}
 RUNS_LOOKED_AT = 64
 """Most runs that are checked, since each needs a few reads, and a node may have the folders of thousands."""
 
@@ -113,7 +113,7 @@ class SetupRequests(NodeRequests):
                 check_start_conditions(self.workdir, request)
             link.send_json(NodeReady())
         elif isinstance(request, ProbePorts):
-            link.send_json(PortProbed(port=node_facts.first_free(request.ports)))
+            link.send_json(PortProbed(port=node_facts.find_free_port(request.ports)))
         elif isinstance(request, StartAttempt):
             return run(link, self.workdir, request)
         elif isinstance(request, Attach):
@@ -159,13 +159,13 @@ def describe_node(workdir: str, request: Hello) -> NodeDescription:
             free_bytes = disk.f_bavail * disk.f_frsize
     return NodeDescription(
         gpus=node_facts.count_gpus(os.environ),
-        cores=node_facts.usable_cores(),
-        address=facts.server_address(),
-        port=node_facts.first_free(request.ports),
+        cores=node_facts.count_usable_cores(),
+        address=facts.find_server_address(),
+        port=node_facts.find_free_port(request.ports),
         python=".".join(str(part) for part in sys.version_info[:3]),
         host=os.uname().nodename[:255],
         workdir=workdir,
-        running=runs_under_way(os.path.join(workdir, "runs")),
+        running=list_running_runs(os.path.join(workdir, "runs")),
         machine=os.uname().machine,
         has_environment=has_environment,
         has_uv=has_uv,
@@ -174,7 +174,7 @@ def describe_node(workdir: str, request: Hello) -> NodeDescription:
     )
 
 
-def runs_under_way(runs_dir: str) -> list[str]:
+def list_running_runs(runs_dir: str) -> list[str]:
     """Return the runs that run on this node, among the newest in the folder."""
     try:
         with os.scandir(runs_dir) as entries:
@@ -182,7 +182,7 @@ def runs_under_way(runs_dir: str) -> list[str]:
     except OSError:  # Another process may remove runs meanwhile; the list is only for information.
         return []
     names = [name for _, name in ages[-RUNS_LOOKED_AT:]]
-    return [name for name in names if processes.living_supervisor(os.path.join(runs_dir, name)) is not None]
+    return [name for name in names if processes.find_living_supervisor(os.path.join(runs_dir, name)) is not None]
 
 
 def _describe_missing_path(path: str, kind: str) -> str:
@@ -394,7 +394,7 @@ def send_ended_run(link: frames.FdLink, run_dir: str, offsets: dict[str, int]) -
 def sweep_run(run_dir: str, message: EndOrphanedRun) -> OrphanedRunEnded:
     """End a run whose launcher is gone: first the supervisor, which ends the others, then any remaining process."""
     deadline = time.monotonic() + message.grace_s + 3
-    record = processes.living_supervisor(run_dir)
+    record = processes.find_living_supervisor(run_dir)
     if record is not None and record.get("token") == message.token:
         supervisor = int(record["pid"])
         if message.by:
@@ -404,7 +404,7 @@ def sweep_run(run_dir: str, message: EndOrphanedRun) -> OrphanedRunEnded:
             time.sleep(0.02)
     running = len(processes.find_run_processes(message.token))
     swept = OrphanedRunEnded(found=running, left=processes.kill_run_processes(message.token))
-    folders.remove_folder_tree(folders.memory_folder(run_dir))
+    folders.remove_folder_tree(folders.choose_memory_folder(run_dir))
     return swept
 
 

@@ -24,7 +24,7 @@ import zlib
 from dtctl import folders, node_facts
 from dtctl.schema import InvalidMessage
 from dtctl.supervisor import facts, frames, receive, relay, run_workdir
-from dtctl.supervisor.messages.base import Message, by_op
+from dtctl.supervisor.messages.base import Message, index_message_types
 from dtctl.supervisor.messages.setup import PushManifestEnd, PushRelay, PushState
 from dtctl.supervisor.messages.shared import (
     FILES,
@@ -73,7 +73,9 @@ ZIP_END_BYTES = 66_000
 class SharedRequests(NodeRequests):
     """Answers about the shared folders of one run."""
 
-    KINDS = by_op(ListShared, OfferShared, SendShared, FetchShared, CommitShared, QuarantineShared, RemoveShared)
+    KINDS = index_message_types(
+        ListShared, OfferShared, SendShared, FetchShared, CommitShared, QuarantineShared, RemoveShared
+    )
     IDLE_LIMIT_S = 86_400.0
     """Seconds of silence: copies of other nodes may take hours, and the link closes if the control machine is gone."""
 
@@ -199,7 +201,7 @@ class SharedRequests(NodeRequests):
             for index in own:
                 if self.homes[index] == home:
                     row = self.rows[index]
-                    record[row.path] = [row.size, row.mtime_ns, "", node_facts.boot_id()]
+                    record[row.path] = [row.size, row.mtime_ns, "", node_facts.read_boot_id()]
             if record != before:
                 write_copy_record(home, record)
 
@@ -523,7 +525,7 @@ def find_removed_files(run_dir: str, paths: list[str]) -> Iterator[str]:
 
     No file is yielded if the reason of its removal is unknown: after another boot, or without the working folder.
     """
-    top, boot = run_workdir.find_working_folder(run_dir), node_facts.boot_id()
+    top, boot = run_workdir.find_working_folder(run_dir), node_facts.read_boot_id()
     for root in paths if top else ():
         try:
             place, home = find_root(run_dir, top, root)

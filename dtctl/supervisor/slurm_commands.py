@@ -16,7 +16,7 @@ import time
 from datetime import datetime
 
 from dtctl.supervisor import frames, run_workdir
-from dtctl.supervisor.messages.base import Message, by_op
+from dtctl.supervisor.messages.base import Message, index_message_types
 from dtctl.supervisor.messages.slurm import SlurmRequest
 from dtctl.supervisor.requests import NodeRequests
 
@@ -174,16 +174,16 @@ def test_batch_file(request: Json) -> Json:
 
 def read_job_progress(request: Json) -> Json:
     """Return the state of the job, and the parts of its files that the requester does not have."""
-    job = known_state(request)
+    job = find_known_state(request)
     return {"job": job, "files": collect_new_output(request["folder"], request["have"])}
 
 
 def read_job_status(request: Json) -> Json:
     """Return the state of the job."""
-    return {"job": known_state(request)}
+    return {"job": find_known_state(request)}
 
 
-def known_state(request: Json) -> Json:
+def find_known_state(request: Json) -> Json:
     """Return the job's state from Slurm's last answer to any follower of the run, or from a new one.
 
     The controller gets one request every 15 s for each run, whatever the number of machines. Urgent requests are sent
@@ -320,7 +320,7 @@ def collect_new_output(folder: str, have: dict[str, int]) -> Json:
         if cut and attempt != attempts[-1]:
             grown.pop("job.log", None)
             break
-    grown.update(control_news(folder, have))
+    grown.update(collect_control_news(folder, have))
     return grown
 
 
@@ -328,7 +328,7 @@ WHOLE = ("plan.json", "ledger.json", "attempt.json", "attempts.jsonl")
 """Records of the launcher inside of a job that are replaced as a whole and do not grow."""
 
 
-def control_news(folder: str, have: dict[str, int]) -> Json:
+def collect_control_news(folder: str, have: dict[str, int]) -> Json:
     """Return the new parts of the records of the launcher inside of the job, as in `collect_new_output`.
 
     The events are read first and left out while other files are incomplete, so that output precedes its events.
@@ -437,7 +437,7 @@ def count_left_processes(request: Json) -> Json:
     blind = [node for node in up if counts[node] is None]
     if not blind:
         return {"left": counts, "how": reason or "counted on the nodes"}
-    counts.update(over_ssh(blind, "|".join(request["ids"])))
+    counts.update(count_over_ssh(blind, "|".join(request["ids"])))
     if all(counts[node] is not None for node in blind):
         return {"left": counts, "how": reason or "counted on the nodes, over SSH"}
     error = (done.stderr.strip().splitlines() or ["srun printed nothing"])[-1]
@@ -482,7 +482,7 @@ def _run_counting_job(request: Json, nodes: list[str]) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-def over_ssh(nodes: list[str], ids: str) -> dict[str, int | None]:
+def count_over_ssh(nodes: list[str], ids: str) -> dict[str, int | None]:
     """Return the same numbers over SSH, if the first node accepts a login; null for a node without one."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -520,7 +520,7 @@ OPS = {
 class SlurmRequests(NodeRequests):
     """Answers to a control machine that submits or follows a job."""
 
-    KINDS = by_op(SlurmRequest)
+    KINDS = index_message_types(SlurmRequest)
     IDLE_LIMIT_S = 60.0
 
     def answer(self, request: Message) -> int:

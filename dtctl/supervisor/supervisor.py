@@ -106,7 +106,7 @@ class Supervisor:
             OSError: a file could not be written or a process not be made.
         """
         if message.preload and self.run.fork_servers.server is None and self.attempt is None:
-            interface = node_facts.interface_towards(message.peer) if message.peer else ""
+            interface = node_facts.find_interface_towards(message.peer) if message.peer else ""
             self.run.prepare_workers(message, os.path.join(self.run.folder, "standby"), interface).warm_up()
 
     def _abort_attempt(self, exc: OSError) -> None:
@@ -169,7 +169,7 @@ class Supervisor:
         elif isinstance(request, Join) and attempt is not None and attempt.live is not None:
             attempt.live.join(request)
         elif isinstance(request, ProbePorts):
-            self.link.send(PortProbed(port=node_facts.first_free(request.ports)))
+            self.link.send(PortProbed(port=node_facts.find_free_port(request.ports)))
         elif isinstance(request, RequestStacks):
             from dtctl.supervisor.stacks import StackDump  # Few runs need this module.
 

@@ -60,12 +60,14 @@ def require(config: TrainConfig, degrees: Degrees, *, accumulate: int | None) ->
     if config.exact == "elastic":
         if degrees.dp != degrees.workers or config.strategy == "zero1":
             name = config.strategy if isinstance(config.strategy, str) else str(degrees)
-            raise not_elastic(f"{name} divides the state over the workers, and adds up gradients in its own order")
+            raise build_not_elastic_error(
+                f"{name} divides the state over the workers, and adds up gradients in its own order"
+            )
         if config.ddp.comm_hook != "none":
-            raise not_elastic(f"train.ddp.comm_hook {config.ddp.comm_hook} rounds what each worker sends")
+            raise build_not_elastic_error(f"train.ddp.comm_hook {config.ddp.comm_hook} rounds what each worker sends")
 
 
-def not_elastic(reason: str) -> PlanError:
+def build_not_elastic_error(reason: str) -> PlanError:
     """Return the error with the reason why a training cannot have the same bits on any number of workers."""
     return PlanError(
         f"exact: elastic is not possible: {reason}",
@@ -74,7 +76,7 @@ def not_elastic(reason: str) -> PlanError:
     )
 
 
-def stages_per_worker(options: PipelineConfig) -> int:
+def count_stages_per_worker(options: PipelineConfig) -> int:
     """Return the number of stages of a pipeline on each worker."""
     return options.stages_per_worker or (1 if options.schedule in ONE_STAGE else 2)
 
@@ -84,7 +86,7 @@ def _sequence_parallel(config: TrainConfig, degrees: Degrees) -> bool:
 
 
 def _require_valid_pipeline(config: TrainConfig, degrees: Degrees, micro_batches: int | None) -> None:
-    name, stages = config.pipeline.schedule, stages_per_worker(config.pipeline)
+    name, stages = config.pipeline.schedule, count_stages_per_worker(config.pipeline)
     where = "train.pipeline"
     if degrees.cp > 1:
         raise PlanError(

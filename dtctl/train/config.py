@@ -353,7 +353,7 @@ def load(
             names.TRAIN_CONFIG,
             settings.parse_settings_json(environ.get(names.TRAIN_CONFIG, ""), where=names.TRAIN_CONFIG),
         ),
-        ("command line", settings.from_argv(argv)),
+        ("command line", settings.parse_argv_settings(argv)),
     ]
     merged: dict[str, Any] = {}
     for where, layer in layers:

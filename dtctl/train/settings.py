@@ -41,7 +41,7 @@ def parse_settings_json(text: str, *, where: str) -> dict[str, Any]:
     return value
 
 
-def from_argv(argv: Sequence[str]) -> dict[str, Any]:
+def parse_argv_settings(argv: Sequence[str]) -> dict[str, Any]:
     """Return the settings among arguments: `--train.key=value` or `--train.key value`.
 
     Keys nest by dots (`--train.model.layers=2`); values are JSON, or else text.

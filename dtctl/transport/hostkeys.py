@@ -56,7 +56,7 @@ def _read_host_lines(path: str) -> tuple[tuple[int, str], ...]:
     return tuple((number, line) for number, line in lines if line and not line.startswith("#"))
 
 
-def known_keys(name: str, files: Sequence[str]) -> list[KnownKey]:
+def list_known_keys(name: str, files: Sequence[str]) -> list[KnownKey]:
     """Return the keys on record for `name`, in the order of the files.
 
     As in OpenSSH, a name with a port that has no record is looked up without its port. A key found then may confirm the
@@ -136,7 +136,7 @@ def remove_command(name: str, file: str) -> str:
     return shell.join_command(["ssh-keygen", "-R", name, "-f", file])
 
 
-def recorded_fingerprint(file: str, number: int) -> str:
+def read_recorded_fingerprint(file: str, number: int) -> str:
     """Return the fingerprint of the key in a line of a known_hosts file; empty where there is none."""
     line = dict(_read_host_lines(file)).get(number, "")
     fields = [field for field in line.split() if not field.startswith("@")]

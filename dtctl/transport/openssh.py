@@ -33,7 +33,7 @@ from dtctl.errors import ConnectError, LaunchError
 from dtctl.shell import quote_word
 from dtctl.transport.base import Target
 from dtctl.transport.local import LocalStream, start_process
-from dtctl.transport.openssh_errors import SshMessages, explain_failed_login, is_busy, no_session
+from dtctl.transport.openssh_errors import SshMessages, explain_failed_login, explain_missing_session, is_busy
 from dtctl.transport.sshconfig import NO_CONFIG
 
 FORCED: Final = (
@@ -112,7 +112,7 @@ class SshLogin:
         self._log_path = log
         self._log_lock = threading.Lock()
         self._begun = time.monotonic()
-        command = f"exec /bin/sh -c {quote_word(waiting_script(self.mark.decode().strip(), COMMAND_LIMIT_S))}"
+        command = f"exec /bin/sh -c {quote_word(build_waiting_script(self.mark.decode().strip(), COMMAND_LIMIT_S))}"
         try:
             self.process = start_process([*argv, "-E", _log_name(log), "--", target.address, command], node=target.name)
         except BaseException:
@@ -238,7 +238,7 @@ def _log_name(fifo: Path) -> str:
     return f"{process}/root{fifo}" if is_open else str(fifo)
 
 
-def waiting_script(mark: str, limit_s: int) -> str:
+def build_waiting_script(mark: str, limit_s: int) -> str:
     """Return a script for a node's shell that prints a line, reads a command in one line, and runs it.
 
     Without the limit a shell would wait for hours on a node whose link was cut: the SSH server does not detect it.
@@ -299,7 +299,7 @@ class OpenSshStream(LocalStream):
         """
         if super().exit_status(END_S) == LOST_STATUS:
             self._login.read_log()
-            if text := no_session(self._login.words):
+            if text := explain_missing_session(self._login.words):
                 raise ConnectError(
                     f"it opens no session: {text}",
                     node=self._node,
@@ -552,7 +552,7 @@ class OpenSshTransport:
         with self._lock:
             if key not in self._configs:
                 path = self._folder / f"config-{len(self._configs)}"
-                path.write_text(config_text(*key), encoding="utf-8", errors="surrogateescape")
+                path.write_text(render_ssh_config(*key), encoding="utf-8", errors="surrogateescape")
                 self._configs[key] = path
             return self._configs[key]
 
@@ -599,7 +599,7 @@ def _clean_up(folder: Path, begun: dict[str, SshLogin], pid: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def config_text(ssh_config: str | None, known_hosts: str | None) -> str:
+def render_ssh_config(ssh_config: str | None, known_hosts: str | None) -> str:
     """Return an OpenSSH configuration: what must hold, then the user's.
 
     Args:

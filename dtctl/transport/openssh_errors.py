@@ -69,7 +69,7 @@ def is_busy(words: SshMessages) -> bool:
     return _BUSY.search(text) is not None and not _HOST_KEY.search(text) and not _REFUSED.search(text)
 
 
-def no_session(words: SshMessages) -> str:
+def explain_missing_session(words: SshMessages) -> str:
     """Return the message of ssh about a server that has accepted a login and opens no session; empty without one."""
     return next((line for line in words.lines() if _NO_SESSION.search(line)), "")
 
@@ -96,7 +96,7 @@ def explain_failed_login(
     return _explain_connection(lines, target, hop)
 
 
-def login_command(target: Target, *, batch: bool = True) -> str:
+def format_login_command(target: Target, *, batch: bool = True) -> str:
     """Return the command with which a user can try the login."""
     argv = ["ssh"]
     if batch:
@@ -124,7 +124,7 @@ def _explain_host_key(words: SshMessages, target: Target, debug: Callable[[], st
     key_type, fingerprint = keys[-1] if keys else ("a key", "")
     presented = f"{key_type} {fingerprint}".rstrip()
     record_file = target.known_hosts or USER_KNOWN_HOSTS
-    log_in = f"log in once by hand: {login_command(target, batch=False)}"
+    log_in = f"log in once by hand: {format_login_command(target, batch=False)}"
     if "revoked" in said.lower():
         return HostKeyError(
             f"{node}: it presents {presented}, which is marked as revoked",
@@ -136,7 +136,7 @@ def _explain_host_key(words: SshMessages, target: Target, debug: Callable[[], st
         file, line = found["file"], int(found["line"])
         named = _CHANGED_NAME.search(said)
         remedy = hostkeys.remove_command(named[1], file) if named else f"remove line {line} of {file}"
-        message, hint = hostkeys.describe_change(presented, hostkeys.recorded_fingerprint(file, line), remedy)
+        message, hint = hostkeys.describe_change(presented, hostkeys.read_recorded_fingerprint(file, line), remedy)
         return HostKeyError(
             f"{node}: {message}",
             node=target.name,
@@ -166,23 +166,23 @@ def _explain_refusal(words: SshMessages, target: Target, hop: str) -> AuthError:
     unusable = [line for line in words.lines() if _UNUSABLE.search(line)]
     message = f"{name} accepted no key{tried}: {'; '.join([*unusable, last])}"
     if _SECOND_FACTOR.search(said):
+        by_hand = format_login_command(target, batch=False).replace("ssh", "ssh -M", 1).removesuffix(" true")
         hint = (
             "it wants a second factor: set ControlPath for it in ~/.ssh/config, open a connection by hand "
-            f"(`{login_command(target, batch=False).replace('ssh', 'ssh -M', 1).removesuffix(' true')}`), and launch "
-            "while that is open"
+            f"(`{by_hand}`), and launch while that is open"
         )
     elif accepted := _ACCEPTED.findall(said):
         message = f"it accepts {accepted[-1]}, and ssh cannot sign with that key: {'; '.join([*unusable, last])}"
         hint = "unlock the key with `ssh-add` before the launch; an agent that has it must sign without a question"
     elif "password" in last or "keyboard-interactive" in last:
-        arguments = login_command(target, batch=False).removeprefix("ssh ").removesuffix(" true")
+        arguments = format_login_command(target, batch=False).removeprefix("ssh ").removesuffix(" true")
         hint = f"dtctl never asks for passwords: `ssh-copy-id {arguments}` lets your key in there"
     elif "Too many" in last:
         hint = "the agent has more keys than the server tries: name one with `cluster.identity_file`"
     else:
         hint = (
-            f"try `{login_command(target)}`; `cluster.user` and `cluster.identity_file` name another login, and a key "
-            "with a passphrase has to be in the agent (`ssh-add`)"
+            f"try `{format_login_command(target)}`; `cluster.user` and `cluster.identity_file` name another login, and "
+            "a key with a passphrase has to be in the agent (`ssh-add`)"
         )
     return AuthError(message, node=target.name, hint=hint)
 
@@ -221,7 +221,7 @@ def _explain_connection(lines: Sequence[str], target: Target, hop: str) -> Conne
     if re.search(r"timed out|Operation timed|Timeout", text, re.IGNORECASE):
         hint = "is it up, and does a firewall drop the packets?"
         return ConnectError(f"{at}no answer while connecting to {address}: {first}", node=target.name, hint=hint)
-    hint = f"does `{login_command(target)}` work?"
+    hint = f"does `{format_login_command(target)}` work?"
     if "Bad configuration option" in text or "bad configuration" in text or "terminating" in text:
         return ConnectError(f"OpenSSH refuses its configuration: {lines[0]}", node=target.name, hint=hint)
     return ConnectError(f"{at}connecting to {address} failed: {first}", node=target.name, hint=hint)

@@ -234,7 +234,7 @@ class SshTransport:
 
     def _connect_jump_host(self, text: str, target: Target, before: SshConnection | None, depth: int) -> SshConnection:
         """Return a connection to a jump host, through the one before it; the first may have jump hosts of its own."""
-        user, host, port = sshconfig.jump_parts(text)
+        user, host, port = sshconfig.parse_jump_host(text)
         if depth == MAX_JUMPS:
             raise ConnectError(
                 f"jump host {host} is reached through itself, or through more than {MAX_JUMPS} others",
@@ -256,7 +256,7 @@ class SshTransport:
         """Return a connection to a node that has the host key on record and has accepted one of our keys."""
         settings = call.settings
         name = hostkeys.lookup_name(settings.host, settings.port, settings.host_key_alias)
-        host_keys = hostkeys.known_keys(name, settings.known_hosts)
+        host_keys = hostkeys.list_known_keys(name, settings.known_hosts)
         if not host_keys and (place := hostkeys.find_authority(name, settings.known_hosts)):
             raise ConnectError(
                 "its host key is signed by a certificate authority, which paramiko cannot check",

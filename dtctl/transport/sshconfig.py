@@ -51,7 +51,7 @@ class SshSettings:
     known_hosts: tuple[str, ...]
     host_key_alias: str | None = None
     proxy_jump: tuple[str, ...] = field(default=())
-    """`[user@]host[:port]`, in the order in which they are passed; `jump_parts` takes them apart."""
+    """`[user@]host[:port]`, in the order in which they are passed; `parse_jump_host` takes them apart."""
     proxy_command: str | None = None
     identities_only: bool = False
     """Offer only the identity files, not all keys of the agent."""
@@ -111,7 +111,7 @@ def require_supported_options(target: Target, options: Mapping[str, Sequence[str
             )
 
 
-def jump_parts(text: str) -> tuple[str | None, str, int | None]:
+def parse_jump_host(text: str) -> tuple[str | None, str, int | None]:
     """Return user, host and port of a jump host from `[user@]host[:port]`, with numeric addresses in brackets."""
     user, _, place = text.rpartition("@")
     if place.startswith("["):

@@ -190,7 +190,7 @@ def processes(sandbox_name: str, nodes: list[str]) -> dict[str, list[int]]:
     """Ids of all processes of the job, by what they are: worker, reader, warm."""
     found: dict[str, list[int]] = {"worker": [], "reader": [], "warm": []}
     for name in nodes:
-        lines = control.host_processes(host(sandbox_name, name)[1])
+        lines = control.list_host_processes(host(sandbox_name, name)[1])
         ours = {pid for pid, line in lines.items() if "train.py" in line and "bash" not in line}
         for pid in sorted(ours):
             try:

@@ -273,7 +273,7 @@ def kill(sandbox_name: str, name: str, kind: str, source: random.Random) -> str:
         faults.remove_host_faults(sandbox, [node])
         return kind
     mark = "dtctl=b''" if kind == "agent" else "train.py"
-    found = [pid for pid, line in sorted(control.host_processes(node).items()) if mark in line]
+    found = [pid for pid, line in sorted(control.list_host_processes(node).items()) if mark in line]
     if not found:
         return ""
     pid = source.choice(found)
@@ -307,7 +307,7 @@ def left_on(sandbox_name: str, nodes: list[str]) -> int:
     """Processes of runs on the hosts, after a moment to end in."""
     deadline = time.monotonic() + 3
     while True:
-        lines = [line for name in nodes for line in control.host_processes(host(sandbox_name, name)[1]).values()]
+        lines = [line for name in nodes for line in control.list_host_processes(host(sandbox_name, name)[1]).values()]
         left = sum("train.py" in line or "dtctl=b''" in line for line in lines)
         if not left or time.monotonic() > deadline:
             return left

@@ -91,14 +91,14 @@ def test_the_rendezvous_port_is_taken(sandbox: Sandbox, project: Any) -> None:
 
 
 def test_large_packets_are_lost_on_one_pair(sandbox: Sandbox, project: Any) -> None:
-    faults.lose_large(sandbox, sandbox.node("node2"), sandbox.node("node3"))
+    faults.drop_large_packets(sandbox, sandbox.node("node2"), sandbox.node("node3"))
     note(sandbox)
     expect(examine(project), "large-packets", ["node2"], peers=["node3"])
 
 
 def test_large_packets_are_lost_towards_one_node(sandbox: Sandbox, project: Any) -> None:
     for other in ("node1", "node3"):
-        faults.lose_large(sandbox, sandbox.node("node2"), sandbox.node(other))
+        faults.drop_large_packets(sandbox, sandbox.node("node2"), sandbox.node(other))
     note(sandbox)
     expect(examine(project), "large-packets", ["node2"], peers=["node1", "node3"])
 
@@ -136,8 +136,8 @@ def test_addresses_are_translated_on_the_way(sandbox: Sandbox, project: Any) -> 
     on(sandbox, "node2", "ip", "addr", "add", f"{extra}/24", "dev", "eth0")
     rule = ["POSTROUTING", "-o", "eth0", "-p", "tcp", "-m", "tcp", "!", "--sport", "22", "-j", "SNAT", "--to", extra]
     try:
-        faults.in_network(sandbox, host, ["iptables", "-w", "-t", "nat", "-A", *rule])
+        faults.run_in_network(sandbox, host, ["iptables", "-w", "-t", "nat", "-A", *rule])
         expect(examine(project), "nat", ["node2"], peers=["node1", "node3"], said=extra)
     finally:
-        faults.in_network(sandbox, host, ["iptables", "-w", "-t", "nat", "-F"])
+        faults.run_in_network(sandbox, host, ["iptables", "-w", "-t", "nat", "-F"])
         on(sandbox, "node2", "ip", "addr", "del", f"{extra}/24", "dev", "eth0")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 def test_the_ssh_server_is_dead(sandbox: Sandbox, project: Any) -> None:
     host = sandbox.node("node2")
-    for pid, line in control.host_processes(host).items():
+    for pid, line in control.list_host_processes(host).items():
         if "sshd" in line and pid != host.pid:
             os.kill(pid, signal.SIGKILL)
     try:

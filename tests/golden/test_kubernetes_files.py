@@ -191,7 +191,7 @@ def test_names_are_those_of_the_spec() -> None:
     specs = [
         parse_spec(CASES["plain"] + more, source="dtctl.yaml", base_dir=HERE) for more in ("", "", "\ntrain: {lr: 1}")
     ]
-    first, same, other = (jobset.stable_run(spec) for spec in specs)
+    first, same, other = (jobset.compute_stable_run_id(spec) for spec in specs)
     assert first == same != other
 
 
@@ -200,11 +200,11 @@ def test_pods_find_each_other_by_names_that_a_service_can_have() -> None:
     name = job["metadata"]["name"]
     assert name == job["spec"]["network"]["subdomain"] == "gpt-1121-0930-k7"
     assert f"{name}-workers-0-0.{name} " in script_of(job)
-    assert len(jobset.object_name("a" * 70 + "-1121-093012-k7")) == jobset.NAME_LIMIT
-    assert jobset.object_name("a" * 70 + "-1121-093012-k7").endswith("-1121-093012-k7")
+    assert len(jobset.format_object_name("a" * 70 + "-1121-093012-k7")) == jobset.NAME_LIMIT
+    assert jobset.format_object_name("a" * 70 + "-1121-093012-k7").endswith("-1121-093012-k7")
     several = ["gpt_1", "a" * 70, "b" + "a" * 70]
-    assert len({jobset.object_name(run) for run in several}) == len(several)
-    assert all(re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", jobset.object_name(run)) for run in several)
+    assert len({jobset.format_object_name(run) for run in several}) == len(several)
+    assert all(re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", jobset.format_object_name(run)) for run in several)
 
 
 @pytest.mark.parametrize(

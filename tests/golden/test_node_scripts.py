@@ -16,7 +16,7 @@ import pytest
 from dtctl import shell
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import Plan
-from dtctl.render import node_scripts
+from dtctl.render import render_node_scripts
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
 
@@ -76,7 +76,7 @@ def plan(case: str) -> Plan:
 @pytest.mark.parametrize("case", CASES)
 def test_the_scripts_are_the_kept_ones(case: str) -> None:
     made = plan(case)
-    for index, script in enumerate(node_scripts(made, base_dir=HERE).values()):
+    for index, script in enumerate(render_node_scripts(made, base_dir=HERE).values()):
         kept = HERE / "scripts" / f"{case}-{index}.sh"
         if os.environ.get("UPDATE_GOLDEN"):
             kept.parent.mkdir(exist_ok=True)
@@ -86,7 +86,7 @@ def test_the_scripts_are_the_kept_ones(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_bash_accepts_them(case: str) -> None:
-    for script in node_scripts(plan(case), base_dir=HERE).values():
+    for script in render_node_scripts(plan(case), base_dir=HERE).values():
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
@@ -97,7 +97,7 @@ def test_what_they_start_is_what_the_plan_says(case: str, tmp_path: Path) -> Non
         stand_in = tmp_path / node.argv[0]
         stand_in.write_text(STAND_IN.format(python=sys.executable))
         stand_in.chmod(0o755)
-        script = node_scripts(made, base_dir=HERE)[node.name].replace("source ~/venv/bin/activate", "true")
+        script = render_node_scripts(made, base_dir=HERE)[node.name].replace("source ~/venv/bin/activate", "true")
         env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), "LOCAL_RANK": "1"}
         done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=env)
         found = json.loads(done.stdout)
@@ -116,7 +116,7 @@ def test_what_they_start_is_what_the_plan_says(case: str, tmp_path: Path) -> Non
 )
 def test_a_set_up_that_ends_the_script_is_a_failure(line: str, code: int, words: str, tmp_path: Path) -> None:
     """`exit 0` in a file that is sourced ended each worker with success, and none had begun."""
-    scripts = node_scripts(plan("direct"), base_dir=HERE)
+    scripts = render_node_scripts(plan("direct"), base_dir=HERE)
     script = next(iter(scripts.values())).replace("source ~/venv/bin/activate", line)
     assert f"\n{line}\n" in script
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}

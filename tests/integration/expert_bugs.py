@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from dtctl.runtime import MoE, Worker, start
-from dtctl.runtime.distributed.device_mesh import device_mesh
+from dtctl.runtime.distributed.device_mesh import build_device_mesh
 from dtctl.runtime.moe import dispatch, divide, layer
 from dtctl.runtime.strategies import gradients, sharded
 from dtctl.train.mesh import Degrees
@@ -52,7 +52,7 @@ def gradient_of_dropped(
 ) -> torch.Tensor:
     """Choices that were dropped weigh nothing, and their weights have a gradient all the same."""
     weights = torch.where(chosen == experts, weights - weights.detach(), weights)
-    return dispatch.by_expert(tokens, chosen.clamp(max=experts - 1), weights, experts, compute)
+    return dispatch.dispatch_to_experts(tokens, chosen.clamp(max=experts - 1), weights, experts, compute)
 
 
 def gradient_of_own(
@@ -60,14 +60,14 @@ def gradient_of_own(
 ) -> torch.Tensor:
     """The weights of experts on other workers have no gradient."""
     own = chosen // (experts // 2) == torch.distributed.get_rank()
-    return dispatch.by_expert(tokens, chosen, torch.where(own, weights, weights.detach()), experts, compute)
+    return dispatch.dispatch_to_experts(tokens, chosen, torch.where(own, weights, weights.detach()), experts, compute)
 
 
 def detached(
     tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, experts: int, compute: dispatch.Compute
 ) -> torch.Tensor:
     """The router learns nothing."""
-    return dispatch.by_expert(tokens, chosen, weights.detach(), experts, compute)
+    return dispatch.dispatch_to_experts(tokens, chosen, weights.detach(), experts, compute)
 
 
 def idle_left_out(optimizer: torch.optim.AdamW) -> None:
@@ -84,10 +84,10 @@ def idle_left_out(optimizer: torch.optim.AdamW) -> None:
 BUGS: dict[str, tuple[object, str, Callable[..., object]]] = {
     "pytorch 160285": (dispatch, "scale_parameter_gradient", unscaled),
     "DeepSpeed 5259": (gradients, "compute_gradient_norm", norm_of_unscaled),
-    "transformers 48687": (layer, "by_expert", gradient_of_dropped),
-    "transformers 48205": (layer, "by_expert", gradient_of_own),
+    "transformers 48687": (layer, "dispatch_to_experts", gradient_of_dropped),
+    "transformers 48205": (layer, "dispatch_to_experts", gradient_of_own),
     "Megatron-LM 5916": (gradients, "compute_gradient_norm", norm_without_experts),
-    "NeMo Automodel 2995, router": (layer, "by_expert", detached),
+    "NeMo Automodel 2995, router": (layer, "dispatch_to_experts", detached),
     "NeMo Automodel 2995, idle experts": (torch.optim.AdamW, "step", idle_left_out),
 }
 
@@ -136,7 +136,7 @@ def choices_computed(worker: Worker) -> torch.Tensor:
         computed.append(len(rows))
         return original(experts, rows, counts)
 
-    sharded.spread_experts(made, degrees, worker, device_mesh(degrees, "cpu"))
+    sharded.spread_experts(made, degrees, worker, build_device_mesh(degrees, "cpu"))
     with patch.object(layer.Experts, "forward", noted):
         torch.testing.assert_close(made(stream), expected, rtol=1e-12, atol=1e-14)
     return torch.tensor(computed)

@@ -156,7 +156,7 @@ def test_another_port_is_taken_when_the_first_is_in_use(project: Project, sandbo
     assert holder.stdout.readline() == "held\n"
     assert f"port {second}" in project.run("launch", "--name", project.unique).out
     holder.kill()
-    for pid, line in control.host_processes(sandbox.nodes[0]).items():
+    for pid, line in control.list_host_processes(sandbox.nodes[0]).items():
         if "create_server" in line:
             os.kill(pid, signal.SIGKILL)
 

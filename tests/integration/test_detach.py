@@ -118,7 +118,7 @@ def test_a_link_that_breaks_is_made_again_and_no_line_is_lost(project: Project, 
 
     from dtctl.sandbox import control
 
-    for pid, line in control.host_processes(node).items():
+    for pid, line in control.list_host_processes(node).items():
         if line.startswith("sshd:") and "listener" not in line:
             os.kill(pid, signal.SIGKILL)
     wait_until(lambda: json.loads(project.run("status", "--json").out)["status"] == "succeeded", 30, "the end")

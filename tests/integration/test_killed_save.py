@@ -43,7 +43,7 @@ def test_killed_anywhere_in_a_save(tmp_path: Path) -> None:
         ended = forked.launch(["save.py", folder, str(point)], 1, cwd=tmp_path)
         assert ended.code == (0 if point == 7 else 1), ended.output
         assert ("rank 0 ended by SIGKILL" in ended.output) == (point < 7)
-        good, rejected = read.newest_good(folder)
+        good, rejected = read.find_newest_good(folder)
         assert good is not None
         assert rejected == []
         assert good.step == (2 if point >= 6 else 1)  # renamed, and only then made durable

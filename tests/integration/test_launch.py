@@ -142,7 +142,7 @@ def test_over_ssh_all_workers_of_all_attempts_have_the_same_share_of_cores(proje
     project.write("train.py", THREADS)
     done = project.run("launch", "--json", "--yes")
     assert done.code == 0, done.err
-    share = str(max(1, node_facts.usable_cores() // 2))
+    share = str(max(1, node_facts.count_usable_cores() // 2))
     lines = {tuple(line.split("THREADS ", 1)[1].split()) for line in done.err.splitlines() if "THREADS " in line}
     ranks = [("0", "2"), *(("1", rank) for rank in "012")]  # of those that others have ended nothing is known
     assert {(attempt, rank, share) for attempt, rank in ranks} <= lines
@@ -260,7 +260,7 @@ def test_the_gang_is_started_again_after_a_node_was_lost(project: Project, sandb
     events = project.folder / ".dtctl" / "runs" / project.unique / "events.jsonl"
     wait_until(lambda: events.exists() and '"event":"started"' in events.read_text(), what="it runs")
     node = sandbox.nodes[lost]
-    for pid, line in control.host_processes(node).items():
+    for pid, line in control.list_host_processes(node).items():
         if line.startswith("sshd:") and "listener" not in line:
             os.kill(pid, signal.SIGKILL)
     done = project.finish(process)

@@ -190,7 +190,7 @@ def test_the_link_to_a_node_is_cut(project: Project, sandbox: Sandbox, other_run
     ports = _client_ports(process.pid, node.address)
     for port in ports:
         for way in (["INPUT", "-p", "tcp", "--sport", port], ["OUTPUT", "-p", "tcp", "--dport", port]):
-            faults.in_network(sandbox, node, ["iptables", "-w", "-A", *way, "-j", "DROP"])
+            faults.run_in_network(sandbox, node, ["iptables", "-w", "-A", *way, "-j", "DROP"])
     faults.write_recorded_faults(sandbox, ["cut by the test"])
     begun = time.monotonic()
     nothing_left(sandbox, other_run, 3 + LIMIT_S + GRACE_S)  # 3: the link time-out of the spec

@@ -310,7 +310,7 @@ def test_a_lost_node_is_replaced_by_a_spare_and_can_be_one_itself(project: Proje
     assert [(each["rank"], each["node"]) for each in (first, second)] == [(0, "node1"), (1, "node2")]
     # The spare, if it stands by so early; the node that was lost then stands by in turn.
     assert {first["by"], second["by"]} == {"node1", "node3"}
-    left = [line for node in sandbox.nodes for line in control.host_processes(node).values()]
+    left = [line for node in sandbox.nodes for line in control.list_host_processes(node).values()]
     assert not any("fork_server_main.py" in line or "train.py" in line for line in left), "nobody stands by any more"
     assert heals[1]["detect_s"] > 9, "nothing was heard of it until the time was up"
     metrics = (logs / str(done.done["run"]) / "metrics.jsonl").read_text().splitlines()

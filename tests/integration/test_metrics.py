@@ -365,7 +365,7 @@ def test_a_run_goes_on_without_it(project: Project, signals: Path) -> None:
 
 def test_a_process_that_cannot_be_started_harms_nothing(tmp_path: Path) -> None:
     """A folder in the way stands for a disk that is full, or processes that are used up."""
-    from dtctl.cli.common.followed_run import sending_run_metrics
+    from dtctl.cli.common.followed_run import send_run_metrics
     from dtctl.spec.load import parse_spec
     from tests.unit.metrics.following import WrittenRun
 
@@ -373,7 +373,7 @@ def test_a_process_that_cannot_be_started_harms_nothing(tmp_path: Path) -> None:
     (run.record.folder / "metrics.log").mkdir()
     spec = parse_spec("job: {script: t.py}\nmetrics: {port: auto}\n", source="dtctl.yaml", base_dir=tmp_path)
     events: list[Event] = []
-    with sending_run_metrics(spec, run.record, events.append):
+    with send_run_metrics(spec, run.record, events.append):
         pass
     (note,) = events
     assert isinstance(note, Note)

@@ -59,12 +59,12 @@ def cut_for(sandbox: Sandbox, name: str, seconds: float) -> None:
     node = sandbox.node(name)
     rules = [[chain, way, sandbox.bridge_address, "-j", "DROP"] for chain, way in (("INPUT", "-s"), ("OUTPUT", "-d"))]
     for rule in rules:
-        faults.in_network(sandbox, node, ["iptables", "-w", "-A", *rule])
+        faults.run_in_network(sandbox, node, ["iptables", "-w", "-A", *rule])
     try:
         time.sleep(seconds)
     finally:
         for rule in rules:
-            faults.in_network(sandbox, node, ["iptables", "-w", "-D", *rule])
+            faults.run_in_network(sandbox, node, ["iptables", "-w", "-D", *rule])
 
 
 def lives(folder: Path, attempt: int) -> dict[str, list[float]]:
@@ -108,7 +108,7 @@ def test_a_node_at_a_load_of_30_is_not_lost(project: Project, sandbox: Sandbox, 
     wait_until(lambda: len(lives(folder, 0)) == 2, what="both run")
     node = sandbox.node("node2")
     argv = control.enter_argv(sandbox, node, [sys.executable, "-c", BUSY])
-    for pid in control.host_processes(node):
+    for pid in control.list_host_processes(node):
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(pid, {max(os.sched_getaffinity(0))})
     others = [subprocess.Popen(argv) for _ in range(30)]

@@ -49,7 +49,7 @@ def write_spec(project: Project, config: Path, *nodes: str) -> None:
 def sessions_on(sandbox: Sandbox, name: str) -> int:
     from dtctl.sandbox import control
 
-    lines = control.host_processes(sandbox.node(name)).values()
+    lines = control.list_host_processes(sandbox.node(name)).values()
     return sum(line.startswith("sshd: ") and "@" in line for line in lines)
 
 

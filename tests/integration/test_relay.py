@@ -71,7 +71,7 @@ def test_hosts_without_ssl_relay_with_an_hmac(project: Project, hosts: Sandbox) 
         ["python3", "-c", "import _ssl; print(_ssl.__file__)"], capture_output=True, text=True, check=True
     ).stdout.strip()
     for node in hosts.nodes:
-        inside = ["nsenter", "--target", str(node.pid), *control.namespace_flags(hosts)]
+        inside = ["nsenter", "--target", str(node.pid), *control.build_namespace_flags(hosts)]
         subprocess.run([*inside, "mount", "--bind", "/dev/null", library], check=True)
     try:
         before = sent_bytes(hosts)
@@ -79,7 +79,7 @@ def test_hosts_without_ssl_relay_with_an_hmac(project: Project, hosts: Sandbox) 
         sent = sent_bytes(hosts) - before
     finally:
         for node in hosts.nodes:
-            inside = ["nsenter", "--target", str(node.pid), *control.namespace_flags(hosts)]
+            inside = ["nsenter", "--target", str(node.pid), *control.build_namespace_flags(hosts)]
             subprocess.run([*inside, "umount", library], check=True)
     assert done.done["status"] == "succeeded", done.err
     notes = [str(event["text"]) for event in done.events if event["event"] == "note"]

@@ -133,7 +133,7 @@ def test_large_packets_are_lost(sandbox: Sandbox) -> None:
         "s.sendall(b'SSH-2.0-x' + b'y' * {size} + bytes([13, 10])); "
         'print(len(s.recv(99)) > 0)" 2>&1 | tail -1'
     )
-    faults.lose_large(sandbox, sandbox.node("node1"), sandbox.node("node2"))
+    faults.drop_large_packets(sandbox, sandbox.node("node1"), sandbox.node("node2"))
     assert sh(sandbox, "node2", send.format(size=10)) == "True"
     assert "timed out" in sh(sandbox, "node2", send.format(size=3000))
     faults.remove_host_faults(sandbox, sandbox.nodes)
@@ -199,7 +199,7 @@ def test_exec_passes_everything_through(project: Project, sandbox: Sandbox) -> N
 @pytest.mark.parametrize("record", ["kept", "of an older version"])
 def test_up_and_down_leave_nothing(sandbox_env: dict[str, str], record: str) -> None:
     made = control.start_sandbox("leftovers", nodes=4 if record == "kept" else 1)
-    pids = [made.keeper, *(pid for node in made.nodes for pid in control.host_processes(node))]
+    pids = [made.keeper, *(pid for node in made.nodes for pid in control.list_host_processes(node))]
     with raises(Exception, "already"):
         control.start_sandbox("leftovers", nodes=2)
     faults.freeze_host(made.nodes[0])

@@ -53,7 +53,9 @@ def up(request: pytest.FixtureRequest, project: Project, sandbox: Sandbox) -> It
 
 def workers_of(node: SandboxNode) -> list[int]:
     return [
-        pid for pid, line in control.host_processes(node).items() if line and "sshd" not in line and pid != node.pid
+        pid
+        for pid, line in control.list_host_processes(node).items()
+        if line and "sshd" not in line and pid != node.pid
     ]
 
 

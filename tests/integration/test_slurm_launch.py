@@ -200,7 +200,7 @@ def test_a_limit_of_the_shell_is_named(shared: Project) -> None:
 def test_a_prolog_that_fails_is_not_taken_for_a_user_who_holds_the_job(shared: Project, cluster: Sandbox) -> None:
     shared.write("dtctl.yaml", spec())
     shared.write("train.py", "print('ran', flush=True)\n")
-    path = slurm.config_file(cluster.state)
+    path = slurm.build_config_path(cluster.state)
     before = path.read_text()
     path.write_text(f"{before}Prolog=/bin/false\n")
     try:

@@ -164,7 +164,7 @@ def test_it_can_be_stopped_while_it_imports(project: Project, sandbox: Sandbox) 
 
 def find(node: SandboxNode, which: str) -> int:
     """The warm process of a host, the first that loaded the file, or its supervisor, which is its parent."""
-    warm = min(pid for pid, line in control.host_processes(node).items() if "fork_server_main.py" in line)
+    warm = min(pid for pid, line in control.list_host_processes(node).items() if "fork_server_main.py" in line)
     parent = int(Path(f"/proc/{warm}/stat").read_text().rpartition(")")[2].split()[1])
     return warm if which == "warm" else parent
 

@@ -21,7 +21,7 @@ import torch
 from dtctl.doctor.explain.diagnose import explain_all
 from dtctl.errors import DtctlError
 from dtctl.launch import snapshot_answers, trust
-from dtctl.launch.cluster import ResolvedCluster, first_plan, resolve_cluster
+from dtctl.launch.cluster import ResolvedCluster, build_first_plan, resolve_cluster
 from dtctl.launch.control import link
 from dtctl.launch.control.run import run_launch_job
 from dtctl.launch.job_builder import CodePush, build_launch_job
@@ -75,10 +75,10 @@ def specs(_: Path) -> One:
             text += "\n" + chance.choice(real).decode()
         spec = parse_spec(text, source="dtctl.yaml", base_dir=folder)
         trust.list_required_agreements(spec)
-        trust.sent_items(spec)
+        trust.list_sent_items(spec)
         parse_spec(dump_spec(spec), source="again", base_dir=folder)
         if spec.cluster.transport in ("local", "slurm"):  # the others look names up
-            return first_plan(spec, resolve_cluster(spec, start=False), run="fuzz")
+            return build_first_plan(spec, resolve_cluster(spec, start=False), run="fuzz")
         return None
 
     return one
@@ -199,7 +199,7 @@ def _sealed(snapshot: Path, changed: Path) -> None:
             for name in document["files"]:
                 file = snapshot / name
                 document["files"][name].update(
-                    size_bytes=file.stat().st_size, digest=layout.file_digest(file, "sha256")
+                    size_bytes=file.stat().st_size, digest=layout.compute_file_digest(file, "sha256")
                 )
             path.write_bytes(as_json(document))
     (snapshot / layout.COMMIT).write_bytes(layout.commit_record(path.read_bytes(), "sha256"))

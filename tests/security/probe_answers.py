@@ -37,7 +37,7 @@ def real_answers() -> Answers:
         "remapped": "0, No, No\n1, Yes, No",
         "conf": {"/etc/nccl.conf": "NCCL_DEBUG=INFO\n#x\n"}, "env": {"NCCL_DEBUG": "WARN"},
     }  # fmt: skip
-    job = python.job_python(sys.executable, dict(os.environ), "", [])
+    job = python.examine_job_python(sys.executable, dict(os.environ), "", [])
     call = {
         "node": "a", "port": 9, "kind": "data-0", "result": "ok", "said": "", "took_ms": 0.1, "seen": "1", "own": "1",
     }  # fmt: skip
@@ -98,14 +98,14 @@ def _read_worker(name: str, found: Mapping[str, Any]) -> None:
     """Read what the job's Python says, as the checks do that let it compute."""
     said = {name: collective.merge_worker_reports(found)}
     collective.find_faulty_nodes(said)
-    list(collective.apart_failed(said, {name: 2}))
-    list(collective.other_nccl({name: ("2.21.5", str(said[name].get("nccl", "")))}))
+    list(collective.check_sums_within_nodes(said, {name: 2}))
+    list(collective.check_loaded_nccl({name: ("2.21.5", str(said[name].get("nccl", "")))}))
     if collective.is_all_reduce_correct(said):
         collective._compute_all_reduce_figures("gloo", said, 2)
     measured = {name: found}
     list(gpu_speed.check_gpu_speed(measured))
     rows = gpu_speed.build_gpu_speed_rows(measured)
-    tables.gpu_table(Examination(findings=(), seen=(), gpus=rows))
+    tables.build_gpu_table(Examination(findings=(), seen=(), gpus=rows))
 
 
 def judge(seen: Sequence[NodeReport]) -> str:
@@ -128,5 +128,10 @@ def judge(seen: Sequence[NodeReport]) -> str:
     links.choose_doubtful_links(seen)
     lost = coverage.find_unexamined_needs(seen, skip=(), ran=(), rendezvous=True, found=found)
     done = Examination(findings=tuple(order_findings(found, ran=(), unexamined=lost)), seen=tuple(seen))
-    tables.node_table(done), tables.pair_table(done), tables.link_table(done), tables.list_link_measurements(seen)
+    (
+        tables.build_node_table(done),
+        tables.build_pair_table(done),
+        tables.link_table(done),
+        tables.list_link_measurements(seen),
+    )
     return json.dumps([finding.as_json() for finding in done.findings], allow_nan=False)

@@ -163,7 +163,7 @@ def test_all_variables_at_once_are_refused(tmp_path: Path, pattern: str) -> None
 def test_variables_that_look_like_secrets_are_told(tmp_path: Path) -> None:
     spec = parse_spec("job: {script: t.py, env_from: ['WANDB_*', 'HF_*']}", source="x", base_dir=tmp_path)
     names = ("WANDB_API_KEY", "HF_TOKEN", "HF_HOME", "OTHER_TOKEN", "WANDB_MODE")
-    assert trust.likely_secrets(spec, dict.fromkeys(names, "x")) == ["HF_TOKEN", "WANDB_API_KEY"]
+    assert trust.find_likely_secrets(spec, dict.fromkeys(names, "x")) == ["HF_TOKEN", "WANDB_API_KEY"]
 
 
 def test_a_template_that_is_a_link_to_a_file_elsewhere_is_not_sent(tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     found = resolve_cluster(spec, start=False)
     transport = HostileTransport(homes, "no lie")
     cluster = ResolvedCluster(nodes=found.nodes, targets=found.targets, make_transport=lambda: transport)
-    monkeypatch.setattr(snapshots, "cluster_of_run", lambda _: cluster)
-    monkeypatch.setattr(snapshots, "spec_of_run", lambda _: spec)
+    monkeypatch.setattr(snapshots, "build_run_cluster", lambda _: cluster)
+    monkeypatch.setattr(snapshots, "load_run_spec", lambda _: spec)
     monkeypatch.setattr(snapshots, "SILENCE_S", 5.0)
     monkeypatch.setattr(snapshots, "READING_S", 8.0)
     monkeypatch.chdir(project)
@@ -111,7 +111,7 @@ def test_a_lie_about_snapshots_is_an_error_of_its_node(
     assert not [name for name in lost if "step-00000002" in name], "the newest one lost something"
     out = place / "project" / "w.safetensors"
     if out.exists():
-        assert layout.size_bytes(out) < 1000
+        assert layout.read_file_size(out) < 1000
         assert torch.frombuffer(bytearray(out.read_bytes()[-16:]), dtype=torch.float32).tolist() == [0, 1, 2, 3]
 
 

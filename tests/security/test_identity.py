@@ -17,7 +17,7 @@ from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import is_launcher_alive
 from dtctl.launch.stop import request_launcher_stop
-from dtctl.node_facts import boot_id, start_ticks
+from dtctl.node_facts import read_boot_id, start_ticks
 from dtctl.sandbox import control, faults
 from dtctl.sandbox.layout import SandboxNode
 from dtctl.supervisor import processes
@@ -63,7 +63,7 @@ def test_a_record_that_names_a_strangers_process_ends_it_not(
     if "pid_started" in facts:
         facts["pid_started"] = start_ticks(victim.pid)
     if facts.get("boot") == 1:
-        facts["boot"] = boot_id()
+        facts["boot"] = read_boot_id()
     assert not request_launcher_stop(record(tmp_path, victim.pid, **facts), wait_s=1.0)
     assert victim.poll() is None
 
@@ -75,7 +75,7 @@ def test_numbers_that_mean_many_processes_mean_none(tmp_path: Path, pid: int) ->
 
 
 def test_a_launcher_is_known_by_start_and_boot(tmp_path: Path) -> None:
-    own = {"pid_started": start_ticks(os.getpid()), "boot": boot_id()}
+    own = {"pid_started": start_ticks(os.getpid()), "boot": read_boot_id()}
     assert is_launcher_alive(record(tmp_path, os.getpid(), **own).info())
 
 
@@ -100,7 +100,7 @@ def test_a_host_whose_number_another_process_has_is_off(victim: subprocess.Popen
     started = start_ticks(victim.pid)
     node = SandboxNode(name="node1", address="10.0.0.1", index=1, pid=victim.pid, started=started + off_by)
     assert not control.is_host_running(node)
-    assert control.host_processes(node) == {}
+    assert control.list_host_processes(node) == {}
     with pytest.raises(SandboxError):
         faults.freeze_host(node)
     assert victim.poll() is None

@@ -49,7 +49,7 @@ def with_header(snapshot: Path, change: Change) -> None:
     manifest["hash"] = "sha256"
     for name, entry in manifest["files"].items():
         entry["size_bytes"] = (snapshot / name).stat().st_size
-        entry["digest"] = layout.file_digest(snapshot / name, "sha256")
+        entry["digest"] = layout.compute_file_digest(snapshot / name, "sha256")
     sealed(snapshot, json.dumps(manifest).encode())
 
 

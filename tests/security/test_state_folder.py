@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import LaunchError
-from dtctl.launch.records.run_writer import state_folder, write_private
+from dtctl.launch.records.run_writer import prepare_state_folder, write_private
 from tests.facts import raises
 
 
@@ -20,7 +20,7 @@ def test_a_link_is_refused_and_nothing_is_written_through_it(tmp_path: Path, nam
     (project / name).parent.mkdir(parents=True, mode=0o700, exist_ok=True)
     (project / name).symlink_to(home)
     with raises(LaunchError, "link") as caught:
-        state_folder(project, "runs")
+        prepare_state_folder(project, "runs")
     assert caught.value.where == str(project / name)
     assert not list(home.iterdir())
 
@@ -30,10 +30,10 @@ def test_a_folder_that_others_may_write_to_is_refused_with_what_mends_it(tmp_pat
     (tmp_path / name).mkdir(parents=True, mode=0o700)
     (tmp_path / name).chmod(0o777)
     with raises(LaunchError, "others") as caught:
-        state_folder(tmp_path, "runs")
+        prepare_state_folder(tmp_path, "runs")
     assert caught.value.hint is not None
     subprocess.run(caught.value.hint, shell=True, check=True)
-    state_folder(tmp_path, "runs")
+    prepare_state_folder(tmp_path, "runs")
 
 
 def test_a_link_in_the_place_of_a_half_written_file_is_not_followed(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def variables() -> dict[str, str]:
         run="r", token="t", attempt=0, script="", workers=[], split_ranks=False, env={}, peer="", grace_s=0.0,
         keep=False, link_timeout_s=10.0,
     )  # fmt: skip
-    return environment.of_workers(start, "/run", "")
+    return environment.build_attempt_variables(start, "/run", "")
 
 
 def test_the_supervisor_imports_nothing_but_itself_and_the_standard_library() -> None:

@@ -17,10 +17,10 @@ def test_the_first_port_that_is_free_is_chosen_and_left_free() -> None:
         taken = [one.getsockname()[1], two.getsockname()[1]]
         with socket.create_server(("127.0.0.1", 0)) as probe:
             free = probe.getsockname()[1]
-        assert node_facts.first_free([*taken, free]) == free
-        assert node_facts.first_free([free]) == free, "it is not held"
-        assert node_facts.first_free(taken) == 0
-    assert node_facts.first_free([]) == 0
+        assert node_facts.find_free_port([*taken, free]) == free
+        assert node_facts.find_free_port([free]) == free, "it is not held"
+        assert node_facts.find_free_port(taken) == 0
+    assert node_facts.find_free_port([]) == 0
 
 
 def test_a_port_that_a_client_has_just_left_counts_as_free() -> None:
@@ -30,7 +30,7 @@ def test_a_port_that_a_client_has_just_left_counts_as_free() -> None:
         peer, _ = server.accept()
         peer.close()  # this end waits in TIME_WAIT
         client.close()
-    assert node_facts.first_free([port]) == port
+    assert node_facts.find_free_port([port]) == port
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
@@ -50,30 +50,30 @@ def test_a_socket_shows_while_it_listens_and_after_a_connection(family: socket.A
 
 
 def test_the_interface_towards_an_address() -> None:
-    assert node_facts.interface_towards("127.0.0.1") == "lo"
-    assert node_facts.interface_towards("not-a-number.invalid") == ""
+    assert node_facts.find_interface_towards("127.0.0.1") == "lo"
+    assert node_facts.find_interface_towards("not-a-number.invalid") == ""
     table = Path("/proc/net/if_inet6")
     if table.exists() and " lo\n" in table.read_text():
-        assert node_facts.interface_towards("::1") == "lo"
+        assert node_facts.find_interface_towards("::1") == "lo"
 
 
 def test_an_interface_is_found_by_its_address() -> None:
-    assert node_facts.interface_of("127.0.0.1") == "lo"
-    assert node_facts.interface_of("") == ""
-    assert node_facts.interface_of("192.0.2.255") == ""
+    assert node_facts.find_interface_of("127.0.0.1") == "lo"
+    assert node_facts.find_interface_of("") == ""
+    assert node_facts.find_interface_of("192.0.2.255") == ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.77", 1))  # reserved for documentation: any way out will do
         except OSError:
             pytest.skip("this machine has no way out")
         own = probe.getsockname()[0]
-    assert node_facts.interface_of(own) in {name for _, name in socket.if_nameindex()} - {"lo"}
+    assert node_facts.find_interface_of(own) in {name for _, name in socket.if_nameindex()} - {"lo"}
 
 
 def test_an_address_and_its_interface_are_each_other_s() -> None:
-    assert node_facts.ipv4_of("lo") == "127.0.0.1"
-    assert node_facts.ipv4_of("no-such-interface") == ""
-    assert node_facts.address_towards("127.0.0.1") == "127.0.0.1"
+    assert node_facts.read_interface_ipv4("lo") == "127.0.0.1"
+    assert node_facts.read_interface_ipv4("no-such-interface") == ""
+    assert node_facts.find_address_towards("127.0.0.1") == "127.0.0.1"
 
 
 def test_a_process_is_told_from_its_remains_and_from_none() -> None:
@@ -124,7 +124,7 @@ def test_ports_depend_on_the_seed_alone_and_lie_below_those_that_the_kernel_give
 def test_gpus_are_those_that_a_worker_is_shown(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], count: int
 ) -> None:
-    monkeypatch.setattr(node_facts, "nvidia_devices", lambda: [f"nvidia{index}" for index in range(8)])
+    monkeypatch.setattr(node_facts, "list_nvidia_devices", lambda: [f"nvidia{index}" for index in range(8)])
     monkeypatch.setattr(node_facts, "_list_folder", lambda _: [])
     assert node_facts.count_gpus(environ) == count
 
@@ -134,7 +134,7 @@ def test_gpus_that_cannot_be_opened_do_not_count(monkeypatch: pytest.MonkeyPatch
     dev = ["nvidia0", "nvidia1", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"]
     monkeypatch.setattr(node_facts, "_list_folder", lambda folder: dev if folder == "/dev" else [])
     monkeypatch.setattr(node_facts, "_can_open_device", lambda path: path in ("/dev/nvidia2", "/dev/nvidia10"))
-    assert node_facts.nvidia_devices() == ["nvidia2", "nvidia10"]
+    assert node_facts.list_nvidia_devices() == ["nvidia2", "nvidia10"]
     assert node_facts.count_gpus({}) == 2
 
 
@@ -208,4 +208,4 @@ def test_cores_that_may_be_used(monkeypatch: pytest.MonkeyPatch, files: dict[str
     }
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(node_facts, "read_system_file", lambda path: places.get(path, ""))
-    assert node_facts.usable_cores() == cores
+    assert node_facts.count_usable_cores() == cores

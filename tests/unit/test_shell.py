@@ -74,7 +74,7 @@ def test_names_of_variables(name: str, right: bool) -> None:
     ],
 )
 def test_what_only_a_shell_would_act_upon(line: str, found: str) -> None:
-    assert shell.shell_syntax(line) == found
+    assert shell.find_shell_syntax(line) == found
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_what_only_a_shell_would_act_upon(line: str, found: str) -> None:
     ],
 )
 def test_operators_among_words(argv: list[str], found: str) -> None:
-    assert shell.operator_among(argv) == found
+    assert shell.find_shell_operator(argv) == found
 
 
 def test_a_program_may_lie_in_the_home_folder_of_whoever_runs_it() -> None:

@@ -88,7 +88,7 @@ def write_page(path: Path, task: PlanningTask, advice: Advice) -> None:
     from dtctl.advise.advice import describe_layout
     from dtctl.cli.common.files import write_named
     from dtctl.estimate.memory import GIB
-    from dtctl.report.page import StrategyBar, advice_page
+    from dtctl.report.page import StrategyBar, render_advice_page
     from dtctl.report.run import check_out
 
     rows = [
@@ -100,7 +100,7 @@ def write_page(path: Path, task: PlanningTask, advice: Advice) -> None:
         )
         for choice in (advice.best, *advice.alternatives[:SHOWN])
     ]
-    text = advice_page(
+    text = render_advice_page(
         _format_task_title(task), _format_best_choice(advice), advice.reasons,
         parts=PARTS, rows=rows, budget=advice.best.budget / GIB, now=time.time(),
     )  # fmt: skip

@@ -31,7 +31,7 @@ def require_spec_agreement(spec: Spec, *, yes: bool, launching: bool = False) ->
     """
     from dtctl.launch import trust
 
-    for name in trust.likely_secrets(spec, dict(os.environ)):
+    for name in trust.find_likely_secrets(spec, dict(os.environ)):
         hint = "if job.secrets names it, it is kept out of scripts and plans"
         output.print_stderr(f"warning: {name} looks like a secret and is sent by job.env_from: {hint}", "yellow")
     if launching:

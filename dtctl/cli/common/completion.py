@@ -17,7 +17,7 @@ def run_names(incomplete: str) -> list[str]:
     return [record.run for record in reversed(list_run_records(Path.cwd())) if record.run.startswith(incomplete)]
 
 
-def node_names(ctx: typer.Context, incomplete: str) -> list[str]:
+def complete_node_names(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return the nodes, whose names begin with the text, of the run on the command line or of the newest run."""
     from dtctl.launch.records.record import find_run
     from dtctl.launch.records.state import read_run_state

@@ -48,14 +48,14 @@ def examine_offer(spec: Spec, *, json_lines: bool) -> int:
 def _query_slurm(spec: Spec, site: CommandHost) -> tuple[list[Finding], str]:
     """Return findings about requests that the cluster does not fulfil, and Slurm's estimate of the start."""
     from dtctl.doctor.findings import Finding
-    from dtctl.launch.cluster import first_plan, resolve_cluster
+    from dtctl.launch.cluster import build_first_plan, resolve_cluster
     from dtctl.slurm import batch, remote_commands
     from dtctl.slurm.answers import ClusterResources, SbatchTestResult
     from dtctl.slurm.partition_checks import check_job_offer
-    from dtctl.slurm.submit import format_sbatch_messages, python_at
+    from dtctl.slurm.submit import choose_site_python, format_sbatch_messages
 
-    plan = first_plan(spec, resolve_cluster(spec, start=False), run="doctor")
-    python = python_at(spec, site)
+    plan = build_first_plan(spec, resolve_cluster(spec, start=False), run="doctor")
+    python = choose_site_python(spec, site)
     offer = remote_commands.send_login_request(site, python, ClusterResources)
     findings = [
         Finding(
@@ -66,7 +66,7 @@ def _query_slurm(spec: Spec, site: CommandHost) -> tuple[list[Finding], str]:
             fix=f"{lack.key}: {lack.fix}",
             evidence=lack.evidence,
         )
-        for lack in check_job_offer(batch.asked_of_slurm(spec, plan), len(plan.nodes), offer)
+        for lack in check_job_offer(batch.complete_slurm_section(spec, plan), len(plan.nodes), offer)
     ]
     if any(finding.status == "fail" for finding in findings):
         return findings, ""

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 def show_examination(examination: Examination, took_s: float) -> None:
     """Print tables of nodes and pairs, then the findings, the primary one first."""
-    from dtctl.doctor.tables import gpu_table, link_table, node_table, pair_table
+    from dtctl.doctor.tables import build_gpu_table, build_node_table, build_pair_table, link_table
 
-    header, rows = node_table(examination)
+    header, rows = build_node_table(examination)
     output.print_table(rows, header=header, spare=["ADDRESS"])
-    matrix = pair_table(examination)
+    matrix = build_pair_table(examination)
     if matrix is not None:
         output.print_stdout("")
         output.print_table(matrix[1], header=matrix[0])
@@ -31,7 +31,7 @@ def show_examination(examination: Examination, took_s: float) -> None:
     if speeds is not None:
         output.print_stdout("")
         output.print_table(speeds[1], header=speeds[0])
-    measured = gpu_table(examination)
+    measured = build_gpu_table(examination)
     if measured is not None:
         output.print_stdout("")
         output.print_table(measured[1], header=measured[0])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def caught_signals() -> Iterator[list[int]]:
+def catch_stop_signals() -> Iterator[list[int]]:
     """Collect signals that request a stop in a list, which the launcher reads between two messages."""
     received: list[int] = []
     before = {
@@ -75,7 +75,7 @@ def make_event_emitter(record: RunWriter, view: LaunchView | None = None, *, jso
 
 
 @contextmanager
-def sending_run_metrics(spec: Spec, record: RunRecord, emit: Emit) -> Iterator[None]:
+def send_run_metrics(spec: Spec, record: RunRecord, emit: Emit) -> Iterator[None]:
     """Send figures of the run to the receivers in section `metrics` of its spec, if it has one, during the context."""
     if spec.metrics is None:
         yield
@@ -142,8 +142,8 @@ def create_run(
         token=token,
         pid=os.getpid(),
         pid_started=node_facts.start_ticks(os.getpid()),
-        boot=node_facts.boot_id(),
-        started=node_facts.launch_time() if begun is None else node_facts.epoch_time(begun),
+        boot=node_facts.read_boot_id(),
+        started=node_facts.launch_time() if begun is None else node_facts.convert_to_epoch_time(begun),
         spec=spec_name,
         command=sys.argv,
         detached=detached,
@@ -164,7 +164,7 @@ def take_over_run(record: RunWriter, *, attempt: int | None = None) -> Emit:
     from dtctl.launch.records.events import LauncherReattached
 
     pid = os.getpid()
-    mine = replace(record.info(), pid=pid, pid_started=node_facts.start_ticks(pid), boot=node_facts.boot_id())
+    mine = replace(record.info(), pid=pid, pid_started=node_facts.start_ticks(pid), boot=node_facts.read_boot_id())
     with contextlib.suppress(OSError):
         record.reserve_disk_space()
     record.write_info(mine)
@@ -195,13 +195,13 @@ def report_run_end(result: Result, emit: Emit, record: RunWriter) -> int:
 
 def _show_left_out(record: RunRecord, result: Result) -> bool:
     """Print the files that the program missed and that rules left out of the push; return whether there are any."""
-    from dtctl.launch.files.missing import left_out_here
-    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.launch.files.missing import find_left_out_files
+    from dtctl.launch.run_spec import load_run_spec
 
-    if result.first_failure is None or not (spec := spec_of_run(record)).pushes:
+    if result.first_failure is None or not (spec := load_run_spec(record)).pushes:
         return False
     folders = {*record.read_code_folders().values(), f"/runs/{record.run}/work"}
-    missing = left_out_here(result.first_failure.tail, spec, folders=folders)
+    missing = find_left_out_files(result.first_failure.tail, spec, folders=folders)
     for file in missing:
         others = f", nor {'was 1 other file' if file.others == 1 else f'were {file.others} other files'} of its folder"
         output.print_stderr(
@@ -222,12 +222,12 @@ def has_snapshot(record: RunRecord) -> bool:
 
 def show_continuation(record: RunRecord) -> None:
     """Print the command that continues a stopped run, depending on what the run has saved."""
-    from dtctl.launch.continuation import format_resume_command, keeps_own_state, shared_folder
-    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.launch.continuation import find_shared_snapshot_folder, format_resume_command, keeps_own_state
+    from dtctl.launch.run_spec import load_run_spec
 
-    folder = shared_folder(record)
+    folder = find_shared_snapshot_folder(record)
     if not has_snapshot(record):
-        keeps = keeps_own_state(spec_of_run(record))
+        keeps = keeps_own_state(load_run_spec(record))
         again = (
             f"`{format_resume_command(record.run)}` starts in its outputs" if keeps else "the next launch starts over"
         )
@@ -243,7 +243,9 @@ def show_continuation(record: RunRecord) -> None:
         )
 
 
-def outputs_line(run: str, outputs: Mapping[str, NodeOutputs], *, is_local: bool, fetched: Path | None = None) -> str:
+def format_outputs_line(
+    run: str, outputs: Mapping[str, NodeOutputs], *, is_local: bool, fetched: Path | None = None
+) -> str:
     """Return a line with the place of a run's outputs and the command to fetch them; empty if there are none.
 
     Args:
@@ -264,7 +266,7 @@ def outputs_line(run: str, outputs: Mapping[str, NodeOutputs], *, is_local: bool
     return f"outputs: {amount} on {', '.join(there)}; `dtctl fetch {run}` brings them here"
 
 
-def failure_lines(end: RunEnded) -> list[str]:
+def format_failure_lines(end: RunEnded) -> list[str]:
     """Return the lines with the cause of a run's failure; empty if it has not failed."""
     from dtctl.launch.records.events import describe_failure_subject
 
@@ -308,7 +310,7 @@ def print_run_end(result: Result) -> None:
         least = "at least " if node in result.lost_output or result.left_behind is None else ""
         limit = f"{result.log_mib} MiB a rank (job.log_mib)"
         output.print_stderr(f"output of {node} was cut to {limit}: {least}{cut:,} bytes are left out", "yellow")
-    if line := outputs_line(result.run, result.outputs, is_local=result.is_local):
+    if line := format_outputs_line(result.run, result.outputs, is_local=result.is_local):
         output.print_stderr(line)
     if result.left_behind is None:
         output.print_stderr("a node could not be checked for remaining processes; `dtctl stop` checks again", "red")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dtctl import names, node_facts, shell
 from dtctl.cli import output
 from dtctl.cli.common.agreement import require_spec_agreement
-from dtctl.cli.common.followed_run import caught_signals
+from dtctl.cli.common.followed_run import catch_stop_signals
 from dtctl.errors import ConnectError, DtctlError, Interrupted, LaunchError, NodeFailures, UsageError
 from dtctl.printable import format_count
 
@@ -83,11 +83,11 @@ def load_launch_spec(options: LaunchOptions) -> Spec:
         SpecError: the spec is wrong.
     """
     if options.nodes is not None and not options.has_spec:
-        from dtctl.spec.quick import spec_from_nodes
+        from dtctl.spec.quick import build_quick_spec
 
         if not options.rest:
             raise UsageError("there is nothing to run", hint="dtctl launch --nodes a,b -- train.py --lr 1e-3")
-        return spec_from_nodes(
+        return build_quick_spec(
             options.nodes, slots=options.slots, argv=options.rest, overrides=options.overrides, base_dir=Path.cwd()
         )
     if options.slots is not None and options.nodes is None:
@@ -144,32 +144,34 @@ def _check_arguments(options: LaunchOptions, spec: Spec) -> None:
     )
 
 
-def dry_launch(options: LaunchOptions, folder: Path | None) -> int:
+def show_dry_launch(options: LaunchOptions, folder: Path | None) -> int:
     """Print, or write to `folder`, exactly the files that a launch would send."""
     import time
 
     from dtctl.launch import trust
-    from dtctl.launch.cluster import first_plan, resolve_cluster, with_environment
+    from dtctl.launch.cluster import build_first_plan, resolve_cluster, set_cluster_environment
     from dtctl.launch.files.tree import scan_pushed_files
-    from dtctl.launch.records.record import check_run_name, new_run_id
-    from dtctl.render import node_scripts
+    from dtctl.launch.records.record import check_run_name, make_run_id
+    from dtctl.render import render_node_scripts
 
     spec = load_launch_spec(options)
     tree = scan_pushed_files(spec)
-    for text in (*trust.list_required_agreements(spec), *trust.sent_items(spec)):
+    for text in (*trust.list_required_agreements(spec), *trust.list_sent_items(spec)):
         output.print_stderr(text, "yellow")
-    run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
+    run = check_run_name(options.name) if options.name is not None else make_run_id(spec.job.name, now=time.time())
     cluster = resolve_cluster(spec, start=False)
-    plan = first_plan(spec, cluster, run=run)  # refuses a spec for which no environment would be made
+    plan = build_first_plan(spec, cluster, run=run)  # refuses a spec for which no environment would be made
     if spec.job.environment is not None:
         from dtctl.launch.files.environment import lock_environment
 
         locked = lock_environment(spec, write=False)
         output.print_stderr(f"environment: {locked.short_summary}")
-        plan = first_plan(spec, with_environment(cluster, locked.digest, _locate_environments(spec)), run=run)
+        plan = build_first_plan(
+            spec, set_cluster_environment(cluster, locked.digest, _locate_environments(spec)), run=run
+        )
     batch = _batch_file(spec, plan)
     # In plain mode the batch file is the whole job.
-    scripts = {} if spec.is_plain else node_scripts(plan, base_dir=spec.base_dir)
+    scripts = {} if spec.is_plain else render_node_scripts(plan, base_dir=spec.base_dir)
     if folder is not None:
         write_scripts(folder, plan, scripts, batch)
         output.print_stderr(f"wrote {format_count(len(scripts) + bool(batch), 'script')} and plan.json to {folder}")
@@ -273,9 +275,9 @@ def show_scripts(scripts: dict[str, str], batch: str) -> None:
         output.print_raw_text(text)
 
 
-def real_launch(options: LaunchOptions) -> int:
+def run_real_launch(options: LaunchOptions) -> int:
     """Launch the job, follow it, and report its end; return the exit code."""
-    from dtctl.launch.records.record import check_run_name, new_run_id
+    from dtctl.launch.records.record import check_run_name, make_run_id
 
     spec = load_launch_spec(options)
     require_spec_agreement(spec, yes=options.yes, launching=True)
@@ -283,7 +285,7 @@ def real_launch(options: LaunchOptions) -> int:
         from dtctl.metrics.secrets import read_metrics_secrets
 
         read_metrics_secrets(spec)  # a missing one is an error now, not when the first message has to be sent
-    run = check_run_name(options.name) if options.name is not None else new_run_id(spec.job.name, now=time.time())
+    run = check_run_name(options.name) if options.name is not None else make_run_id(spec.job.name, now=time.time())
     # The name of the run if this process is the launcher that `--detach` has started in the background.
     background = os.environ.pop(names.BACKGROUND, None)
     starts_background = options.detach and background is None
@@ -303,13 +305,13 @@ def real_launch(options: LaunchOptions) -> int:
 
         look_first(spec, options.doctor)
     if starts_background:
-        return background_launch(options, spec, run)
+        return start_background_launch(options, spec, run)
     return _launch_and_follow(options, spec, background or run, snapshots)
 
 
 def _launch_and_follow(options: LaunchOptions, spec: Spec, run: str, snapshots: Mapping[str, str]) -> int:
     """Launch the job from this process, follow it, and return the exit code."""
-    from dtctl.cli.common.followed_run import create_run, make_event_emitter, sending_run_metrics
+    from dtctl.cli.common.followed_run import create_run, make_event_emitter, send_run_metrics
     from dtctl.cli.common.run_display import LaunchView, list_push_warnings
     from dtctl.launch.records.events import Note, RunPlanned, RunProgress
     from dtctl.plan.warnings import list_warnings
@@ -340,7 +342,7 @@ def _launch_and_follow(options: LaunchOptions, spec: Spec, run: str, snapshots: 
         from dtctl.launch.continuation import describe_fresh_start
 
         emit(Note(text=describe_fresh_start(spec, options.resume), warning=True))
-    with sending_run_metrics(spec, record, emit):
+    with send_run_metrics(spec, record, emit):
         return _run_job_to_end(job, record, emit, view, progress, options)
 
 
@@ -349,7 +351,7 @@ def _build_job(
 ) -> tuple[LaunchJob, ResolvedCluster, FileTree | None]:
     """Return the job with everything that it sends, its cluster, and the tree of its code if that is sent."""
     from dtctl.cli.common.followed_run import build_environment_push
-    from dtctl.launch.cluster import resolve_cluster, with_environment
+    from dtctl.launch.cluster import resolve_cluster, set_cluster_environment
     from dtctl.launch.job_builder import CodePush, build_launch_job
 
     environment = build_environment_push(spec)  # before the scan of the files, since the lock may be one of them
@@ -357,7 +359,7 @@ def _build_job(
     data = _data_push(spec)
     cluster = resolve_cluster(spec, start=True)
     if environment is not None:
-        cluster = with_environment(cluster, environment.locked.digest)
+        cluster = set_cluster_environment(cluster, environment.locked.digest)
     job = build_launch_job(
         spec, cluster, run=run, keep=options.detach, code=code, data=data, environment=environment,
         snapshots=snapshots, earlier=options.resume or "",
@@ -400,7 +402,7 @@ def _run_job_to_end(
     from dtctl.launch.records.events import RunEnded, decide_end_status
     from dtctl.launch.records.ledger import Ledger
 
-    with record.launcher_lock(), caught_signals() as signals:
+    with record.launcher_lock(), catch_stop_signals() as signals:
         try:
             ledger = Ledger(time.monotonic, begun=options.begun)
             result = run_launch_job(job, record, emit=emit, signals=signals, ledger=ledger)
@@ -436,7 +438,7 @@ def _resolve_continuation(spec: Spec, earlier: str) -> tuple[Spec, Mapping[str, 
 
         if spec.train is None and spec.job.outputs:
             return spec, {}
-        return continuation.with_folder(spec, snapshot_folder(record)), {}
+        return continuation.set_snapshot_folder(spec, snapshot_folder(record)), {}
     return continuation.build_continuation_spec(spec, record)
 
 
@@ -449,18 +451,18 @@ def _has_earlier_state(options: LaunchOptions, spec: Spec) -> bool:
     if not continuation.keeps_own_state(spec):
         return True
     from dtctl.cli.fetch import list_fetch_sources
-    from dtctl.launch.cluster import cluster_of_run
+    from dtctl.launch.cluster import build_run_cluster
     from dtctl.launch.files.fetch import count_run_outputs
     from dtctl.launch.records.record import find_run
 
     record = find_run(spec.base_dir, options.resume)
-    transport = cluster_of_run(record).make_transport()
+    transport = build_run_cluster(record).make_transport()
     paths = continuation.list_state_paths(spec)
     counts = count_run_outputs(list_fetch_sources(record, None), transport, paths=paths)
     return any(counts.values())  # numbers of files, or errors of nodes that may have some
 
 
-def background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:
+def start_background_launch(options: LaunchOptions, spec: Spec, run: str) -> int:
     """Start a launcher in the background, and return when that launcher reports that the job runs."""
     from dtctl.cli.common.run_display import LaunchView, print_run_header
     from dtctl.launch.background import launch_in_background

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from dtctl import folders, names
 from dtctl.cli import output
-from dtctl.launch.records.logs import LineSplitter, offset_at, read_attempt_offsets
+from dtctl.launch.records.logs import LineSplitter, find_offset_at, read_attempt_offsets
 from dtctl.supervisor.frames import format_log_name, parse_log_name
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class LogReader:
                 return 0, 0
             begin = self._find_attempt_start(path, number)
         if self._chosen.changed_since is not None:
-            begin = max(begin, _line_start(file, offset_at(path, self._chosen.changed_since)))
+            begin = max(begin, _line_start(file, find_offset_at(path, self._chosen.changed_since)))
         if self._chosen.tail_bytes is not None:
             begin = max(begin, file.seek(0, os.SEEK_END) - self._chosen.tail_bytes)
         return begin, self._find_attempt_end(path)

@@ -61,7 +61,7 @@ def _is_due(spec: Spec) -> bool:
     if spec.cluster.transport == "sandbox":
         from dtctl.sandbox import control, faults
 
-        sandbox = control.find_running_sandbox(control.default_name())
+        sandbox = control.find_running_sandbox(control.choose_default_name())
         return sandbox is not None and bool(faults.read_recorded_faults(sandbox))
     if spec.cluster.transport != "ssh":
         return False
@@ -74,9 +74,9 @@ def _is_due(spec: Spec) -> bool:
 
 def _record_healthy_nodes(spec: Spec) -> None:
     """Record that these nodes are healthy; the record has only the most recent cluster."""
-    from dtctl.launch.records.run_writer import state_folder, write_private
+    from dtctl.launch.records.run_writer import prepare_state_folder, write_private
 
-    folder = state_folder(spec.base_dir, "runs").parent
+    folder = prepare_state_folder(spec.base_dir, "runs").parent
     write_private(folder / SEEN_FILE, json.dumps({_compute_cluster_key(spec): time.time()}) + "\n")
 
 

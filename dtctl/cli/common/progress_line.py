@@ -19,10 +19,10 @@ PRINTED = "is_printed"
 
 def read_training_steps(record: RunRecord) -> int | None:
     """Return the number of training steps; None if the spec does not have it."""
-    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.launch.run_spec import load_run_spec
 
     try:
-        steps = spec_of_run(record).settings.get("steps")
+        steps = load_run_spec(record).settings.get("steps")
     except DtctlError:
         return None
     return steps if isinstance(steps, int) else None
@@ -39,17 +39,17 @@ def read_newest_metrics(record: RunRecord) -> list[dict[str, Any]]:
 def _read_printed(record: RunRecord) -> list[dict[str, Any]]:
     """Return rows with the progress that the program has printed."""
     from dtctl.launch.records.printed_figures import read_figures
-    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.launch.run_spec import load_run_spec
 
     try:
-        pattern = spec_of_run(record).job.progress
+        pattern = load_run_spec(record).job.progress
     except DtctlError:
         return []
     rows = read_figures(record.folder / names.LOGS_DIR, re.compile(pattern) if pattern is not None else None)
     return [{**row, PRINTED: True} for row in rows]
 
 
-def progress_line(row: dict[str, Any], *, steps: int | None, runs: bool) -> str:
+def format_progress_line(row: dict[str, Any], *, steps: int | None, runs: bool) -> str:
     """Return `step 100 of 400  25%  1:15 to go  250.0 ms/step  4,000 tokens/s`.
 
     Args:
@@ -74,12 +74,12 @@ def progress_line(row: dict[str, Any], *, steps: int | None, runs: bool) -> str:
     return "  ".join(facts)
 
 
-def source_text(row: dict[str, Any]) -> str:
+def format_figure_source(row: dict[str, Any]) -> str:
     """Return the source of a row's figures; empty if it needs no mention."""
     return "  (read from the output)" if row.get(PRINTED) else ""
 
 
-def loss_text(row: dict[str, Any]) -> str:
+def format_loss(row: dict[str, Any]) -> str:
     """Return the loss of a row; empty if it has none."""
     if "loss" not in row:
         return ""
@@ -87,7 +87,7 @@ def loss_text(row: dict[str, Any]) -> str:
     return "not a number" if loss is None or math.isnan(loss) else f"{loss:.4f}"
 
 
-def experts_line(row: dict[str, Any]) -> str:
+def format_experts_line(row: dict[str, Any]) -> str:
     """Return `experts: 256 tokens each  busiest 1.45 x mean  0.0% idle  2.5% dropped`; empty if the model has none.
 
     Args:

@@ -166,11 +166,11 @@ class TrainingProgressLine:
         if not isinstance(event, OutputLine) or now - self._looked_s < self.EVERY_S:
             return
         from dtctl.cli.common.progress_line import (
-            loss_text,
-            progress_line,
+            format_figure_source,
+            format_loss,
+            format_progress_line,
             read_newest_metrics,
             read_training_steps,
-            source_text,
         )
 
         is_first, self._looked_s = not self._looked_s, now
@@ -179,9 +179,9 @@ class TrainingProgressLine:
             self._steps = read_training_steps(self._record)
         if not rows:
             return
-        loss = loss_text(rows[-1])
-        line = progress_line(rows[-1], steps=self._steps, runs=True)
-        output.set_status_line((f"{line}  loss {loss}" if loss else line) + source_text(rows[-1]))
+        loss = format_loss(rows[-1])
+        line = format_progress_line(rows[-1], steps=self._steps, runs=True)
+        output.set_status_line((f"{line}  loss {loss}" if loss else line) + format_figure_source(rows[-1]))
 
 
 class LaunchView:

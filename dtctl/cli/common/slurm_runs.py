@@ -12,11 +12,11 @@ from dtctl import node_facts
 from dtctl.cli import output
 from dtctl.cli.common.followed_run import (
     build_environment_push,
-    caught_signals,
+    catch_stop_signals,
     create_run,
     make_event_emitter,
     report_run_end,
-    sending_run_metrics,
+    send_run_metrics,
     take_over_run,
 )  # fmt: skip
 from dtctl.cli.common.run_display import LaunchView, list_push_warnings, print_run_header
@@ -52,7 +52,7 @@ def launch_job(
 
     `resume` is the run whose outputs this one continues.
     """
-    from dtctl.launch.cluster import first_plan, resolve_cluster
+    from dtctl.launch.cluster import build_first_plan, resolve_cluster
     from dtctl.launch.continuation import describe_fresh_start
     from dtctl.launch.job_builder import CodePush
     from dtctl.slurm.recover_submission import build_submission_intent
@@ -61,7 +61,7 @@ def launch_job(
 
     if tasks := list_array_indexes(spec):
         return launch_array(dict.fromkeys(tasks, spec), run, spec_name=spec_name, json_lines=json_lines, sweep={})
-    plan = first_plan(spec, resolve_cluster(spec, start=False), run=run)
+    plan = build_first_plan(spec, resolve_cluster(spec, start=False), run=run)
     environment = build_environment_push(spec)  # before the scan of the files, since the lock may be one of them
     code = CodePush(spec) if spec.pushes else None
     with closing(choose_slurm_host(spec)) as site:
@@ -76,7 +76,7 @@ def launch_job(
         print_run_header(run, plan.kind, "slurm", nodes=len(plan.nodes), workers=plan.world_size)
         if resume is not None and not _has_earlier_job_state(spec, site, resume):
             emit(Note(text=describe_fresh_start(spec, resume), warning=True))
-        with record.launcher_lock(), caught_signals() as signals:
+        with record.launcher_lock(), catch_stop_signals() as signals:
             try:
                 submission = submit_job(
                     spec, site, run, code, followed=True, earlier=_find_job_folder(spec, resume),
@@ -92,7 +92,7 @@ def launch_job(
             for text in submission.notes:
                 emit(Note(node=site.name, text=text))
             if not detach:
-                with sending_run_metrics(spec, record, emit):
+                with send_run_metrics(spec, record, emit):
                     return _follow_job(record, site, emit, signals)
             if spec.metrics is not None:
                 output.print_stderr("metrics are sent while `dtctl watch` follows the job", "dim")
@@ -148,7 +148,7 @@ def launch_array(
         json_lines: whether events go to standard output.
         sweep: settings of the tasks by their index; empty for no sweep.
     """
-    from dtctl.launch.cluster import first_plan, resolve_cluster
+    from dtctl.launch.cluster import build_first_plan, resolve_cluster
     from dtctl.launch.job_builder import CodePush
     from dtctl.launch.records.record import check_run_name
     from dtctl.slurm.arrays import run_of_task
@@ -159,7 +159,8 @@ def launch_array(
     spec = next(iter(specs.values()))
     runs = {index: check_run_name(run_of_task(run, index)) for index in specs}
     plans = {  # refuses a job that cannot run, before anything is created
-        index: first_plan(each, resolve_cluster(each, start=False), run=runs[index]) for index, each in specs.items()
+        index: build_first_plan(each, resolve_cluster(each, start=False), run=runs[index])
+        for index, each in specs.items()
     }
     if sweep:
         require_equal_jobs(specs, plans)
@@ -229,7 +230,7 @@ def resolve_open_submission(record: RunRecord) -> None:
     """
     from dtctl.launch.records.run_writer import RunWriter
     from dtctl.launch.records.state import is_launcher_alive
-    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.launch.run_spec import load_run_spec
     from dtctl.slurm.recover_submission import (
         build_unsubmitted_end,
         find_submission_outcome,
@@ -242,7 +243,7 @@ def resolve_open_submission(record: RunRecord) -> None:
     if record.has_launcher():
         return
     if submitting is not None:
-        with closing(choose_slurm_host(spec_of_run(record))) as site, writer.launcher_lock():
+        with closing(choose_slurm_host(load_run_spec(record))) as site, writer.launcher_lock():
             make_event_emitter(writer)(find_submission_outcome(record.run, submitting, site))
     elif is_before_submission(record) and not is_launcher_alive(record.info()):
         with writer.launcher_lock():
@@ -251,16 +252,16 @@ def resolve_open_submission(record: RunRecord) -> None:
 
 def take_up_job(record: RunWriter) -> int:
     """Follow a job without a follower to its end; return the exit code."""
-    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.launch.run_spec import load_run_spec
     from dtctl.slurm.job_files import drop_unnoted
     from dtctl.slurm.site import choose_slurm_host
 
     resolve_open_submission(record)
-    spec = spec_of_run(record)
+    spec = load_run_spec(record)
     with closing(choose_slurm_host(spec)) as site, record.launcher_lock():
         drop_unnoted(record.folder)
         emit = take_over_run(record)
-        with sending_run_metrics(spec, record, emit), caught_signals() as signals:
+        with send_run_metrics(spec, record, emit), catch_stop_signals() as signals:
             return _follow_job(record, site, emit, signals)
 
 
@@ -355,11 +356,11 @@ def _cancel_and_wait(site: CommandHost, ref: JobRef) -> JobFacts:
 
 @contextmanager
 def _open_job_site(record: RunRecord) -> Iterator[tuple[CommandHost, JobRef]]:
-    from dtctl.launch.run_spec import spec_of_run
+    from dtctl.launch.run_spec import load_run_spec
     from dtctl.slurm.job_watcher import read_job_reference
     from dtctl.slurm.site import choose_slurm_host
 
-    with closing(choose_slurm_host(spec_of_run(record))) as site:
+    with closing(choose_slurm_host(load_run_spec(record))) as site:
         yield site, read_job_reference(record)
 
 

@@ -73,7 +73,7 @@ def launch_sweep(options: LaunchOptions, rows: Sequence[dict[str, str]], *, dry:
         DtctlError: a run cannot be launched; earlier runs have ended by themselves.
         UsageError: an option cannot be combined with a sweep.
     """
-    from dtctl.cli.common.launch_steps import dry_launch
+    from dtctl.cli.common.launch_steps import show_dry_launch
 
     if options.resume is not None:
         raise UsageError("--sweep launches new runs, and --resume continues one")
@@ -85,7 +85,7 @@ def launch_sweep(options: LaunchOptions, rows: Sequence[dict[str, str]], *, dry:
     if dry:
         if not options.json_lines:
             show_sweep(runs, {})
-        return dry_launch(runs[0], None)
+        return show_dry_launch(runs[0], None)
     codes = _launch_in_turn(runs)
     if not options.json_lines:
         show_sweep(runs, codes)
@@ -95,14 +95,14 @@ def launch_sweep(options: LaunchOptions, rows: Sequence[dict[str, str]], *, dry:
 def _plan_sweep_runs(options: LaunchOptions, rows: Sequence[dict[str, str]]) -> tuple[list[LaunchOptions], list[Spec]]:
     """Return the options and the spec of each run; a wrong value is an error now, not after the runs before it."""
     from dtctl.cli.common.launch_steps import load_launch_spec
-    from dtctl.launch.records.record import check_run_name, new_run_id
+    from dtctl.launch.records.record import check_run_name, make_run_id
 
     runs, specs = [], []
     for number, settings in enumerate(rows, 1):
         overrides = tuple(f"{key}={value}" for key, value in settings.items())
         run = replace(options, overrides=(*options.overrides, *overrides), sweep=settings)
         spec = load_launch_spec(run)
-        name = f"{options.name}-{number}" if options.name else new_run_id(spec.job.name, now=time.time())
+        name = f"{options.name}-{number}" if options.name else make_run_id(spec.job.name, now=time.time())
         runs.append(replace(run, name=check_run_name(name)))
         specs.append(spec)
     return runs, specs
@@ -110,7 +110,7 @@ def _plan_sweep_runs(options: LaunchOptions, rows: Sequence[dict[str, str]]) -> 
 
 def _launch_in_turn(runs: Sequence[LaunchOptions]) -> dict[str, int]:
     """Launch each run after the end of the one before it; return name -> exit code of those that were launched."""
-    from dtctl.cli.common.launch_steps import real_launch
+    from dtctl.cli.common.launch_steps import run_real_launch
 
     codes: dict[str, int] = {}
     for number, run in enumerate(runs):
@@ -118,7 +118,7 @@ def _launch_in_turn(runs: Sequence[LaunchOptions]) -> dict[str, int]:
         output.print_stderr(f"run {number + 1} of {len(runs)}: {settings}", "bold")
         is_first = number == 0
         try:
-            code = real_launch(run if is_first else replace(run, begun=time.monotonic()))
+            code = run_real_launch(run if is_first else replace(run, begun=time.monotonic()))
         except DtctlError as exc:
             if is_first:
                 raise
@@ -140,9 +140,9 @@ def _launch_array_sweep(
         PlanError: one array cannot have tasks with these settings.
     """
     from dtctl.cli.common.agreement import require_spec_agreement
-    from dtctl.cli.common.launch_steps import dry_launch
+    from dtctl.cli.common.launch_steps import show_dry_launch
     from dtctl.cli.common.slurm_runs import launch_array
-    from dtctl.launch.records.record import check_run_name, new_run_id
+    from dtctl.launch.records.record import check_run_name, make_run_id
     from dtctl.spec.model import Slurm
 
     first = specs[0]
@@ -154,7 +154,7 @@ def _launch_array_sweep(
     if dry:
         if not options.json_lines:
             show_sweep([replace(one, name=f"task {number}") for number, one in enumerate(runs, 1)], {})
-        return dry_launch(
+        return show_dry_launch(
             replace(runs[0], name=options.name, overrides=(*runs[0].overrides, f"slurm.array={array}")), None
         )
     tasks = {
@@ -162,7 +162,7 @@ def _launch_array_sweep(
         for number, spec in enumerate(specs, 1)
     }
     require_spec_agreement(tasks[1], yes=options.yes, launching=True)
-    run = check_run_name(options.name) if options.name else new_run_id(first.job.name, now=time.time())
+    run = check_run_name(options.name) if options.name else make_run_id(first.job.name, now=time.time())
     return launch_array(
         tasks, run, spec_name=options.spec_name, json_lines=options.json_lines,
         sweep={number: one.sweep for number, one in enumerate(runs, 1)},
@@ -171,7 +171,7 @@ def _launch_array_sweep(
 
 def show_sweep(runs: Sequence[LaunchOptions], codes: dict[str, int]) -> None:
     """Print the settings of all runs next to their results."""
-    from dtctl.cli.common.progress_line import loss_text, read_newest_metrics
+    from dtctl.cli.common.progress_line import format_loss, read_newest_metrics
     from dtctl.launch.records.record import RunRecord
 
     rows = []
@@ -184,5 +184,5 @@ def show_sweep(runs: Sequence[LaunchOptions], codes: dict[str, int]) -> None:
         if name in codes:
             status = f"exit code {codes[name]}" if codes[name] else "succeeded"
         step = f"{newest['step']:.0f}" if newest else ""
-        rows.append([name, *one.sweep.values(), status, step, loss_text(newest)])
+        rows.append([name, *one.sweep.values(), status, step, format_loss(newest)])
     output.print_table(rows, header=["RUN", *runs[0].sweep, "STATUS", "STEP", "LOSS"])

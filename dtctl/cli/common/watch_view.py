@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 from dtctl.cli import output
 from dtctl.cli.common.log_reader import LogFilter, LogReader
 from dtctl.cli.common.progress_line import (
-    experts_line,
     format_elapsed_time,
-    loss_text,
-    progress_line,
+    format_experts_line,
+    format_figure_source,
+    format_loss,
+    format_progress_line,
     read_newest_metrics,
-    source_text,
 )
 from dtctl.cli.common.run_display import STATES
 from dtctl.cli.common.traceback_filter import TracebackFilter
 from dtctl.launch.records.progress_bars import shorten_progress_bar
-from dtctl.launch.records.state import RunState, read_run_state, where_the_time_went
+from dtctl.launch.records.state import RunState, read_run_state, summarize_time_shares
 from dtctl.printable import make_printable
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class WatchScreen:
         if rows:
             parts += [Text(), *self._render_progress(rows, width)]
         if self.state.ledger is not None and self.state.ledger.goodput is not None:
-            parts.append(Text(where_the_time_went(self.state.ledger), style="dim", no_wrap=True, overflow="ellipsis"))
+            parts.append(Text(summarize_time_shares(self.state.ledger), style="dim", no_wrap=True, overflow="ellipsis"))
         if self._lines:
             parts.append(Text())
             for origin, text in self._lines:
@@ -106,18 +106,20 @@ class WatchScreen:
     def _render_progress(self, rows: list[dict[str, Any]], width: int) -> list[RenderableType]:
         from rich.text import Text
 
-        facts = progress_line(rows[-1], steps=self._steps, runs=self.state.status == "running") + source_text(rows[-1])
+        facts = format_progress_line(
+            rows[-1], steps=self._steps, runs=self.state.status == "running"
+        ) + format_figure_source(rows[-1])
         losses = [row.get("loss") for row in rows]
         numbers = [float("nan") if loss is None else float(loss) for loss in losses]
         rates = [float(row.get("tokens_per_s") or row.get("samples_per_s") or "nan") for row in rows]
-        bars = [("loss ", loss_text(rows[-1]) or "not a number", numbers), ("rate ", f"{rates[-1]:,.0f}", rates)]
+        bars = [("loss ", format_loss(rows[-1]) or "not a number", numbers), ("rate ", f"{rates[-1]:,.0f}", rates)]
         wide = max(len(value) for _, value, _ in bars)
         lines: list[RenderableType] = [Text(facts, no_wrap=True, overflow="ellipsis")]
         for name, value, values in bars:
             if name == "loss " or any(map(math.isfinite, values)):
                 line = render_sparkline(values, width - 20)
                 lines.append(Text.assemble(name, (value.rjust(wide), "bold"), "  ", (line, "cyan"), no_wrap=True))
-        if experts := experts_line(rows[-1]):
+        if experts := format_experts_line(rows[-1]):
             lines.append(Text(experts, no_wrap=True, overflow="ellipsis"))
         return lines
 

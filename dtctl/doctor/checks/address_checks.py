@@ -19,7 +19,7 @@ def check_named_interfaces(reports: Sequence[NodeReport], used: Used) -> Iterato
     origins: dict[str, None] = {}
     for node in reports:
         for one in used[node.name]:
-            why = why_not(node, one, reports, used)
+            why = explain_unusable_interface(node, one, reports, used)
             if why:
                 wrong.setdefault(node.name, f"{one.origin}: {why}")
                 origins[one.origin.partition("=")[0].partition(":")[0]] = None
@@ -46,7 +46,7 @@ def check_named_interfaces(reports: Sequence[NodeReport], used: Used) -> Iterato
     )
 
 
-def why_not(node: NodeReport, one: UsedInterface, reports: Sequence[NodeReport], used: Used) -> str:
+def explain_unusable_interface(node: NodeReport, one: UsedInterface, reports: Sequence[NodeReport], used: Used) -> str:
     """Return why other nodes' workers cannot connect to this node's through an interface; empty if they can."""
     if not one.name:
         return "the node has no such interface"

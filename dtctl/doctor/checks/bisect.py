@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 Works = Callable[[Sequence[str]], bool]
 
 
-def smallest_failing(members: Sequence[str], works: Works) -> list[str]:
+def find_smallest_failing(members: Sequence[str], works: Works) -> list[str]:
     """Return a minimal part of `members` that fails: every smaller part of it works.
 
     Halves are removed first, then quarters, and so on: for one bad member among N, about 2 log2 N groups are tested.
@@ -31,14 +31,14 @@ def smallest_failing(members: Sequence[str], works: Works) -> list[str]:
     return left
 
 
-def bad_ones(members: Sequence[str], works: Works) -> list[str]:
+def find_bad_members(members: Sequence[str], works: Works) -> list[str]:
     """Return the bad members: if a pair fails, the one that also fails with a third member, or else both.
 
     Args:
         members: a group that does not work.
         works: function that returns whether a group of at least two members works.
     """
-    failing = smallest_failing(members, works)
+    failing = find_smallest_failing(members, works)
     others = [member for member in members if member not in failing]
     if len(failing) != 2 or not others:
         return failing

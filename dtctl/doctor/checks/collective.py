@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from dtctl.doctor.checks.bisect import bad_ones
+from dtctl.doctor.checks.bisect import find_bad_members
 from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_probes import NodeProbes, Progress
 from dtctl.doctor.node_report import NodeReport
@@ -237,7 +237,7 @@ def check_all_reduce(
         if failed:
             done.findings.append(_no_torch(failed, gang.variables()))
             return done
-        done.findings += other_nccl(
+        done.findings += check_loaded_nccl(
             {
                 node.name: (node.facts["job"].get("nccl") or "", str(loaded[node.name].get("nccl", "")))
                 for node in reports
@@ -248,7 +248,7 @@ def check_all_reduce(
         if backend == "gloo":
             counts = {name: max(1, int(loaded[name].get("devices") or 0)) for name in names}
         elif counts:
-            done.findings += apart_failed(gang.run_all_reduce_per_node(names), counts)
+            done.findings += check_sums_within_nodes(gang.run_all_reduce_per_node(names), counts)
             if done.findings:
                 return done
         answers = gang.round(names)
@@ -267,7 +267,7 @@ def _compute_all_reduce_figures(backend: str, answers: Mapping[str, Mapping[str,
     return {"backend": backend, "workers": workers, "bytes": size, "seconds": seconds, "busbw_gb_s": round(bus, 4)}
 
 
-def apart_failed(answers: Mapping[str, Mapping[str, Any]], counts: Mapping[str, int]) -> Iterator[Finding]:
+def check_sums_within_nodes(answers: Mapping[str, Mapping[str, Any]], counts: Mapping[str, int]) -> Iterator[Finding]:
     """Yield a finding about nodes on which an all_reduce over their own GPUs fails, with one process per GPU. Pure.
 
     Args:
@@ -290,7 +290,7 @@ def apart_failed(answers: Mapping[str, Mapping[str, Any]], counts: Mapping[str, 
         )
 
 
-def other_nccl(versions: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
+def check_loaded_nccl(versions: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
     """Yield a finding about nodes on which torch has loaded another NCCL than its wheel contains.
 
     Args:
@@ -359,7 +359,7 @@ def _locate_all_reduce_failure(
         def works(group: Sequence[str]) -> bool:
             return gang.rounds >= MAX_ROUNDS or is_all_reduce_correct(gang.round(group))
 
-        nodes, how = tuple(bad_ones(names, works)), f"by bisection, in {gang.rounds} rounds"
+        nodes, how = tuple(find_bad_members(names, works)), f"by bisection, in {gang.rounds} rounds"
     wrong = any(one.get("wrong") for one in answers.values())
     what = "gives wrong sums" if wrong else "never finishes"
     yield Finding(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from dtctl.doctor.findings import Finding, Status, odd_ones
+from dtctl.doctor.findings import Finding, Status, find_odd_nodes
 from dtctl.doctor.node_report import NodeReport
-from dtctl.nccl.catalogue import closest_name, load_variable_catalogue
+from dtctl.nccl.catalogue import find_closest_name, load_variable_catalogue
 
 RAN = ("env-differs", "env-unknown", "env-dead", "env-dangerous")
 COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -86,7 +86,7 @@ def _check_variable_values(
         return Finding(check=check, status=status, nodes=who, summary=summary, fix=fix, evidence=evidence)
 
     if variable is None:
-        meant = closest_name(name)
+        meant = find_closest_name(name)
         if meant:
             yield finding("env-unknown", "warn", f"{name} does not exist; {meant} does", f"write {meant}")
         return
@@ -96,7 +96,7 @@ def _check_variable_values(
         yield finding("env-dead", "warn", f"{name} has no effect or an outdated name: {variable.meaning}", fix)
         return
     values = {node: where[node][0] if node in where else "unset" for node in said}
-    odd, usual = odd_ones(values)
+    odd, usual = find_odd_nodes(values)
     if odd and not variable.differ:
         told = ", ".join(f"{node} {value}" for node, value in values.items())
         fix = (

@@ -13,7 +13,7 @@ from typing import Any
 
 from dtctl.doctor.checks.collective import GRACE_S, LOAD_LIMIT_S
 from dtctl.doctor.checks.known_gpus import find_gpu_datasheet
-from dtctl.doctor.checks.node import per_node
+from dtctl.doctor.checks.node import build_shared_finding
 from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_probes import NodeProbes, Progress
 from dtctl.doctor.node_report import NodeReport
@@ -45,7 +45,7 @@ def check_gpus_present(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         for report in reports
         if report.error is None and not report.facts["gpus"]
     }
-    yield from per_node(
+    yield from build_shared_finding(
         "gpus",
         none,
         "is there one (lspci), is its driver loaded (nvidia-smi, rocm-smi), and may this user open /dev/nvidia0 or "
@@ -96,7 +96,7 @@ def check_gpu_speed(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Findi
     yield from _check_failed_measurements(measured)
     gpus = build_gpu_speed_rows(measured)
     yield from _check_slow_gpus(gpus)
-    yield from per_node(
+    yield from build_shared_finding(
         "gpu-copies",
         _by_node(_find_slow_copies(gpus)),
         "nvidia-smi -q -d PCIE under load: a link that has trained down (width, generation), or memory of the other "
@@ -109,7 +109,7 @@ def check_gpu_speed(measured: Mapping[str, Mapping[str, Any]]) -> Iterator[Findi
         for name, one in measured.items()
         if (text := _describe_slow_sum(one.get("busbw_gb_s"), one.get("gpus") or []))
     }
-    yield from per_node(
+    yield from build_shared_finding(
         "gpu-nccl",
         sums,
         "nvidia-smi topo -m and nvlink --status; NCCL_DEBUG=INFO shows if it uses P2P or goes through the host "
@@ -125,7 +125,7 @@ def _check_failed_measurements(measured: Mapping[str, Mapping[str, Any]]) -> Ite
         for name, one in measured.items()
         if not one.get("gpus") and not (one.get("silent") and "GPU" in str(one.get("stage")))
     }
-    yield from per_node(
+    yield from build_shared_finding(
         "gpu-speed",
         unusable,
         "python -c 'import torch; torch.cuda.init()' there, with the job's Python: a torch built for CPUs, or for a "
@@ -136,14 +136,14 @@ def _check_failed_measurements(measured: Mapping[str, Mapping[str, Any]]) -> Ite
         name: f"stops at {one['stage']}" for name, one in measured.items() if one.get("silent") and one.get("stage")
     }
     for check, at in (("gpu-speed", "GPU"), ("gpu-nccl", "NCCL")):
-        yield from per_node(
+        yield from build_shared_finding(
             check,
             {name: text for name, text in broken.items() if at in text},
             "dmesg | grep -iE 'xid|nvlink|amdgpu'; reset the GPU or restart the node",
             summary="a measurement never finishes",
         )
     errors = _by_node((one, one["error"]) for one in build_gpu_speed_rows(measured) if one["error"])
-    yield from per_node(
+    yield from build_shared_finding(
         "gpu-speed",
         errors,
         "nvidia-smi shows who uses its memory; dmesg | grep -i xid whether it is broken",
@@ -166,7 +166,7 @@ def _check_slow_gpus(gpus: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
             slow.append((gpu, f"{value:.0f} TFLOPS; GPUs of its kind reach {usual[gpu['name']]:.0f}"))
         elif known and value < PRODUCTS * known["products"] * known["half"]:
             slow.append((gpu, f"{value:.0f} TFLOPS, {value / known['half']:.0%} of the data sheet's {known['half']:g}"))
-    yield from per_node(
+    yield from build_shared_finding(
         "gpu-speed",
         _by_node(slow),
         "nvidia-smi -q -d CLOCK,POWER,TEMPERATURE,PERFORMANCE while it computes: a power cap, heat, locked clocks, or "

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from dtctl.doctor.checks.node import compare_node_values, per_node
+from dtctl.doctor.checks.node import build_shared_finding, compare_node_values
 from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_report import NodeReport
 from dtctl.printable import format_count
@@ -68,7 +68,7 @@ def check_hardware(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> I
     yield from _check_gpu_counts(reports, slots)
     yield from _check_gpu_drivers(reports)
     yield from _check_gpu_health(reports)
-    gpus = {node.name: rows for node in reports if (rows := gpu_rows(node.facts["gpu"]))}
+    gpus = {node.name: rows for node in reports if (rows := parse_gpu_rows(node.facts["gpu"]))}
     yield from compare_node_values(
         "gpu-driver",
         {name: rows[0].get("driver", "") for name, rows in gpus.items()},
@@ -88,9 +88,9 @@ def check_hardware(reports: Sequence[NodeReport], slots: Mapping[str, int]) -> I
     )
     yield from _check_nvlinks(reports)
     yield from _check_gpu_state(reports)
-    yield from per_node(
+    yield from build_shared_finding(
         "gpu-busy",
-        {n.name: text for n in reports if (text := ", ".join(busy_gpus(n.facts["gpu"])))},
+        {n.name: text for n in reports if (text := ", ".join(find_busy_gpus(n.facts["gpu"])))},
         "nvidia-smi --query-compute-apps=pid,used_memory --format=csv (amd-smi process on AMD); end processes that "
         "a killed job has left",
         summary="GPU memory is in use already",
@@ -106,7 +106,7 @@ def _check_gpu_counts(reports: Sequence[NodeReport], slots: Mapping[str, int]) -
         for n in reports
         if n.name in slots and 0 < n.facts["gpus"] < slots[n.name]
     }
-    yield from per_node("gpus", few, f"lower cluster.slots; {fix}", summary="fewer GPUs than workers")
+    yield from build_shared_finding("gpus", few, f"lower cluster.slots; {fix}", summary="fewer GPUs than workers")
     if not few:
         counts = {n.name: str(n.facts["gpus"]) for n in reports}
         yield from compare_node_values("gpus", counts, fix, what="number of GPUs", status="warn")
@@ -114,36 +114,36 @@ def _check_gpu_counts(reports: Sequence[NodeReport], slots: Mapping[str, int]) -
 
 def _check_gpu_drivers(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Yield findings about GPUs that have device files, but whose driver does not answer or does not list them."""
-    yield from per_node(
+    yield from build_shared_finding(
         "gpus",
         {n.name: n.facts["gpu_error"] for n in reports if n.facts["gpus"] and n.facts["gpu_error"]},
         "run it there; a GPU that is lost needs a reset or a restart of the node; an nvidia-smi that does not end may "
         "only need the driver to stay awake: nvidia-smi -pm 1, or nvidia-persistenced",
         summary="the GPU tool fails",
     )
-    yield from per_node(
+    yield from build_shared_finding(
         "gpus",
         {
             n.name: f"{listed} of {n.facts['gpus']}"
             for n in reports
-            if not n.facts["gpu_error"] and 0 < (listed := len(gpu_rows(n.facts["gpu"]))) < n.facts["gpus"]
+            if not n.facts["gpu_error"] and 0 < (listed := len(parse_gpu_rows(n.facts["gpu"]))) < n.facts["gpus"]
         },
         "read `dmesg | grep Xid` (79: it has fallen off the bus); leave the node out (cluster.nodes) until it "
         "was restarted",
         summary="the driver lists fewer GPUs than there are device files",
     )
-    yield from per_node(
+    yield from build_shared_finding(
         "gpu-links",
-        {n.name: text for n in reports if (text := ", ".join(fabric_errors(n.facts["fabric"])))},
+        {n.name: text for n in reports if (text := ", ".join(find_fabric_errors(n.facts["fabric"])))},
         "systemctl status nvidia-fabricmanager; its version must be the driver's; CUDA fails with error 802 until then",
         summary="the NVSwitch fabric is not ready",
     )
 
 
 def _check_gpu_health(reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    xids = {n.name: found for n in reports if (found := xid_errors(n.facts["xid"]))}
+    xids = {n.name: found for n in reports if (found := find_xid_errors(n.facts["xid"]))}
     for status, deadly in (("fail", True), ("warn", False)):
-        yield from per_node(
+        yield from build_shared_finding(
             "gpu-xid",
             {
                 name: ", ".join(f"{gpu}: Xid {number}, {XID[number]}" for gpu, number in found)
@@ -154,19 +154,19 @@ def _check_gpu_health(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             summary="the kernel reports GPU errors",
             status="fail" if status == "fail" else "warn",
         )
-    yield from per_node(
+    yield from build_shared_finding(
         "gpu-xid",
         {
             n.name: text
             for n in reports
-            if n.facts["vendor"] == "amd" and (text := "; ".join(amd_errors(n.facts["xid"])))
+            if n.facts["vendor"] == "amd" and (text := "; ".join(find_amd_errors(n.facts["xid"])))
         },
         "leave the node out (cluster.nodes) and restart it; dmesg | grep -i amdgpu; amd-smi metric --ecc "
         "(rocm-smi --showrasinfo)",
         summary="the kernel reports GPU errors",
     )
-    ecc = {n.name: text for n in reports if (text := ", ".join(ecc_errors(n.facts["gpu"], n.facts["remapped"])))}
-    yield from per_node(
+    ecc = {n.name: text for n in reports if (text := ", ".join(find_ecc_errors(n.facts["gpu"], n.facts["remapped"])))}
+    yield from build_shared_finding(
         "gpu-ecc",
         ecc,
         _of_maker(
@@ -187,7 +187,7 @@ def _check_nvlinks(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     for (node, gpu), links in active.items():
         if links < usual[0][0]:
             few[node] = few.get(node, "") + f"GPU {gpu} has {links} of {usual[0][0]} NVLinks; "
-    yield from per_node(
+    yield from build_shared_finding(
         "gpu-links",
         {node: text.rstrip("; ") for node, text in few.items()},
         "nvidia-smi nvlink --status; dmesg | grep -iE 'nvlink|xid'; is nvidia-fabricmanager running?",
@@ -195,8 +195,10 @@ def _check_nvlinks(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         status="warn",
     )
     if not few:
-        few = {n.name: text for n in reports if (text := ", ".join(missing_links(n.facts["gpu"], n.facts["nvlink"])))}
-        yield from per_node(
+        few = {
+            n.name: text for n in reports if (text := ", ".join(find_missing_links(n.facts["gpu"], n.facts["nvlink"])))
+        }
+        yield from build_shared_finding(
             "gpu-links",
             few,
             "nvidia-smi nvlink --status; is nvidia-fabricmanager running? a virtual machine may be given fewer",
@@ -216,12 +218,12 @@ def _check_nvlinks(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 
 def _check_gpu_state(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Yield findings about the settings and the state of each GPU, from its driver."""
-    states = {n.name: state_rows(n.facts["state"]) for n in reports}
+    states = {n.name: parse_gpu_states(n.facts["state"]) for n in reports}
     few = {
         node: ", ".join(f"GPU {row['index']} at {row['limit']} of {row['usual']} W" for row in rows if is_capped(row))
         for node, rows in states.items()
     }
-    yield from per_node(
+    yield from build_shared_finding(
         "gpu-power",
         {node: text for node, text in few.items() if text},
         _of_maker(reports, few, "nvidia-smi -i INDEX -pl WATTS", "amd-smi set --gpu INDEX --power-cap WATTS (as root)")
@@ -230,10 +232,10 @@ def _check_gpu_state(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         status="warn",
     )
     slowed = {
-        node: ", ".join(f"GPU {row['index']}: {text}" for row in rows for text in slowed_by(row["reasons"]))
+        node: ", ".join(f"GPU {row['index']}: {text}" for row in rows for text in explain_low_clocks(row["reasons"]))
         for node, rows in states.items()
     }
-    yield from per_node(
+    yield from build_shared_finding(
         "gpu-clocks",
         {node: text for node, text in slowed.items() if text},
         _of_maker(
@@ -253,7 +255,7 @@ def _check_gpu_state(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         )
         for node, rows in states.items()
     }
-    yield from per_node(
+    yield from build_shared_finding(
         "gpu-pcie",
         {node: text for node, text in narrow.items() if text},
         "reseat the board or its riser; lspci -vv shows LnkSta beside LnkCap",
@@ -264,7 +266,7 @@ def _check_gpu_state(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         node: ", ".join(f"GPU {row['index']}" for row in rows if row["mig"] == "Enabled")
         for node, rows in states.items()
     }
-    yield from per_node(
+    yield from build_shared_finding(
         "gpu-mig",
         {node: text for node, text in cut.items() if text},
         "a worker can use one instance, and NCCL none together with others: nvidia-smi -mig 0 for training over GPUs, "
@@ -285,15 +287,15 @@ def _check_network_hardware(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         n.name: ", ".join(dict.fromkeys(p["device"] for p in n.facts["rdma"] if p.get("verbs") == "no"))
         for n in reports
     }
-    yield from per_node(
+    yield from build_shared_finding(
         "rdma",
         {node: text for node, text in closed.items() if text},
         "hand /dev/infiniband into the container (docker --device, or the RDMA device plug-in), or NCCL takes TCP",
         summary="a job is not allowed to open RDMA devices that the node has",
         status="warn",
     )
-    dead = {n.name: text for n in reports if (text := ", ".join(dead_ports(n.facts["rdma"])))}
-    yield from per_node(
+    dead = {n.name: text for n in reports if (text := ", ".join(find_dead_ports(n.facts["rdma"])))}
+    yield from build_shared_finding(
         "rdma",
         dead,
         "check cable, switch port and subnet manager (ibstat); or leave the port out with NCCL_IB_HCA",
@@ -316,27 +318,27 @@ def _read_interface_speed(node: NodeReport, reports: Sequence[NodeReport]) -> in
     return next((speeds[way] for way in ways if way in speeds), 0)
 
 
-def gpu_rows(said: str) -> list[dict[str, str]]:
+def parse_gpu_rows(said: str) -> list[dict[str, str]]:
     """Return `index`, `name`, `used`, `total` (MiB), `driver`, `ecc` of each GPU, from the query of nvidia-smi."""
     names = ("index", "name", "used", "total", "driver", "ecc")
     rows = (line.split(",") for line in said.splitlines())
     return [dict(zip(names, (word.strip() for word in row), strict=False)) for row in rows if len(row) >= 4]
 
 
-def busy_gpus(said: str) -> list[str]:
+def find_busy_gpus(said: str) -> list[str]:
     """Return the GPUs that have more than a tenth of their memory in use."""
     return [
         f"GPU {row['index']} {row['used']} of {row['total']} MiB"
-        for row in gpu_rows(said)
+        for row in parse_gpu_rows(said)
         if row["used"].isdigit() and row["total"].isdigit() and int(row["used"]) * 10 > int(row["total"])
     ]
 
 
-def ecc_errors(said: str, remapped: str) -> list[str]:
+def find_ecc_errors(said: str, remapped: str) -> list[str]:
     """Return GPUs with uncorrected memory errors since the last reset, or with rows that wait for remapping."""
     errors = [
         f"GPU {row['index']} has {row['ecc']} uncorrected errors"
-        for row in gpu_rows(said)
+        for row in parse_gpu_rows(said)
         if row.get("ecc", "").isdigit() and int(row["ecc"])
     ]
     for line in remapped.splitlines():
@@ -348,7 +350,7 @@ def ecc_errors(said: str, remapped: str) -> list[str]:
     return errors
 
 
-def state_rows(said: str) -> list[dict[str, str]]:
+def parse_gpu_states(said: str) -> list[dict[str, str]]:
     """Return the settings of each GPU, from the probe's query of nvidia-smi.
 
     Returns:
@@ -369,7 +371,7 @@ def is_capped(row: Mapping[str, str]) -> bool:
         return False
 
 
-def slowed_by(reasons: str) -> list[str]:
+def explain_low_clocks(reasons: str) -> list[str]:
     """Return the causes of low clocks in the bit mask of nvidia-smi, or in the level of AMD's driver."""
     if reasons in HELD:
         return [HELD[reasons]]
@@ -380,12 +382,12 @@ def slowed_by(reasons: str) -> list[str]:
     return [text for bit, text in SLOWED.items() if bits & bit]
 
 
-def amd_errors(said: str) -> list[str]:
+def find_amd_errors(said: str) -> list[str]:
     """Return the kernel's messages about AMD GPUs that were reset or have errors, without times and repetitions."""
     return list(dict.fromkeys(line[line.find("amdgpu") :] for line in said.splitlines() if "amdgpu" in line))[:4]
 
 
-def fabric_errors(said: str) -> list[str]:
+def find_fabric_errors(said: str) -> list[str]:
     """Return GPUs that have not joined the NVSwitch fabric, from index, state and status; N/A means no fabric."""
     errors = []
     for line in said.splitlines():
@@ -399,7 +401,7 @@ def fabric_errors(said: str) -> list[str]:
     return errors
 
 
-def xid_errors(said: str) -> list[tuple[str, int]]:
+def find_xid_errors(said: str) -> list[tuple[str, int]]:
     """Return (GPU, number) for each hardware error in the kernel's messages, without repetitions."""
     # Xid 154 with this text reports the end of an error.
     lines = [line for line in said.splitlines() if "Xid" in line and "to 0x0 (None)" not in line]
@@ -419,14 +421,14 @@ def count_active_nvlinks(said: str) -> dict[str, int]:
     return {gpu: links for gpu, links in found.items() if links}
 
 
-def missing_links(gpus: str, said: str) -> list[str]:
+def find_missing_links(gpus: str, said: str) -> list[str]:
     """Return GPUs with fewer active links than boards of their kind; empty if nvidia-smi reports no links."""
     from dtctl.doctor.checks.known_gpus import find_gpu_datasheet
 
     active = count_active_nvlinks(said)
     kinds = [
         (row["index"], find_gpu_datasheet(row["name"]) or {})
-        for row in gpu_rows(gpus)
+        for row in parse_gpu_rows(gpus)
         if "PCI" not in row["name"].upper()
     ]
     return [
@@ -444,7 +446,7 @@ def parse_gpu_topology(said: str) -> str:
     return "; ".join(" ".join(row[1 : len(rows) + 1]) for row in rows)
 
 
-def dead_ports(ports: Sequence[Mapping[str, str]]) -> list[str]:
+def find_dead_ports(ports: Sequence[Mapping[str, str]]) -> list[str]:
     """Return RDMA ports that are down although other ports of the node are up."""
     states = {f"{port['device']}:{port['port']}": port["state"] for port in ports}
     up = [name for name, state in states.items() if "ACTIVE" in state]

@@ -258,7 +258,7 @@ def _has_high_latency(tries: Sequence[Mapping[str, Any]], usual: float) -> bool:
     return trip > LATE_TIMES * usual and trip > usual + LATE_MS
 
 
-def rate_text(mbit_s: float) -> str:
+def format_rate(mbit_s: float) -> str:
     """Return a rate in the form `47 Mbit/s` or `9.8 Gbit/s`."""
     return f"{mbit_s / 1000:.1f} Gbit/s" if mbit_s >= 1000 else f"{mbit_s:.0f} Mbit/s"
 
@@ -279,14 +279,14 @@ def _build_bandwidth_finding(slow: Mapping[Way, _MeasuredLink], usual: float, re
     worst = min(rates.values())
     known = {interface for node in reports for interface in node.facts.get("ways", {}).values() if interface}
     device = next(iter(known)) if len(known) == 1 else "INTERFACE"
-    told = {way: rate_text(rate) + _format_retransmissions(slow[way].tries) for way, rate in rates.items()}
+    told = {way: format_rate(rate) + _format_retransmissions(slow[way].tries) for way, rate in rates.items()}
     more = " or more" if usual == COMPARABLE_MBIT_S else ""
-    others = f"the usual is {rate_text(usual)}{more}" if usual > worst / SLOW else "the other pairs are as slow"
+    others = f"the usual is {format_rate(usual)}{more}" if usual > worst / SLOW else "the other pairs are as slow"
     return _build_link_finding(
         "bandwidth",
         "warn",
         told,
-        f"a slow link, down to {rate_text(worst)}; {others}",
+        f"a slow link, down to {format_rate(worst)}; {others}",
         f"see what speed it has (ethtool {device}; tc qdisc show dev {device}), whether the route takes another "
         "interface (ip route get ADDRESS), and which other traffic uses it (ip -s link)",
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from dtctl import node_facts
 from dtctl.doctor.checks import links
-from dtctl.doctor.findings import Finding, choose_covering_nodes, odd_ones
+from dtctl.doctor.findings import Finding, choose_covering_nodes, find_odd_nodes
 from dtctl.doctor.node_report import MEETING, REACHED, NodeReport
 from dtctl.doctor.planned_addresses import find_route_interface, is_loopback
 
@@ -123,7 +123,7 @@ def _collect_name_answers(reports: Sequence[NodeReport], name: str) -> dict[str,
 
 def _find_odd_answers(answers: Mapping[str, str], reports: Sequence[NodeReport]) -> tuple[tuple[str, ...], str | None]:
     """Return the nodes with another answer than the usual one, and that answer; None if no answer is usual."""
-    odd, usual = odd_ones(answers)
+    odd, usual = find_odd_nodes(answers)
     if odd and usual is None:
         usual = _find_real_answer(answers, reports)
         if usual is not None:
@@ -210,7 +210,7 @@ def _check_loopback_interfaces(reports: Sequence[NodeReport]) -> Iterator[Findin
 
 def _check_packet_sizes(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     mtu = {node.name: size for node in reports if (size := _read_interface_mtu(node, reports))}
-    odd, usual = odd_ones(mtu)
+    odd, usual = find_odd_nodes(mtu)
     if not odd:
         return
     wanted = usual or min(mtu.values())

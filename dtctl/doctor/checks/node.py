@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dtctl.doctor.findings import Finding, Status, odd_ones
+from dtctl.doctor.findings import Finding, Status, find_odd_nodes
 from dtctl.doctor.node_report import NodeReport
 from dtctl.errors import AuthError, ConnectError, DtctlError, HostKeyError, NodeError
 from dtctl.printable import format_count
@@ -71,7 +71,7 @@ def check_reachability(reports: Sequence[NodeReport], neighbours: Mapping[str, s
             for node in reports
             if node.error is None and len(node.login_s) > 1 and min(node.login_s) > max(LATE_LOGIN_S, 4 * usual)
         }
-        yield from per_node(
+        yield from build_shared_finding(
             "slow-login",
             {
                 name: f"{took_s:.1f} s until a command runs; on the other nodes {usual:.1f} s"
@@ -92,7 +92,7 @@ def _slow_python(reports: Sequence[NodeReport], usual: float) -> Iterator[Findin
         if node.error is None and node.python_s and min(node.python_s) > max(LATE_LOGIN_S, 4 * usual)
         and node.login_s[-1] < min(node.python_s) / 2
     }  # fmt: skip
-    yield from per_node(
+    yield from build_shared_finding(
         "slow-login",
         {name: f"{took_s:.1f} s until Python runs; on the other nodes {usual:.1f} s" for name, took_s in late.items()},
         "is the Python of cluster.python a wrapper that waits, or on a slow file system? try `time PYTHON -c pass` "
@@ -196,7 +196,7 @@ def _check_program_start(node: NodeReport) -> Finding | None:
     )
 
 
-def per_node(
+def build_shared_finding(
     check: str, said: Mapping[str, str], fix: str, *, summary: str, status: Status = "fail"
 ) -> Iterator[Finding]:
     """Yield one finding for all nodes that have the same problem."""
@@ -212,14 +212,14 @@ def check_process_limits(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Yield findings about the limits of a process that is started over SSH, which apply to workers."""
     nofile = {n.name: n.facts["limits"]["nofile"] for n in reports}
     low = {name: f"soft {soft}, hard {hard}" for name, (soft, hard) in nofile.items() if 0 <= soft < MIN_NOFILE}
-    yield from per_node(
+    yield from build_shared_finding(
         "nofile",
         low,
         "add `ulimit -n $(ulimit -Hn)` to job.setup, or raise nofile in /etc/security/limits.conf and restart sshd",
         summary="the limit of open files is too low; NCCL and gloo need some per peer",
     )
     memlock = {n.name: n.facts["limits"]["memlock"] for n in reports if n.facts["rdma"]}
-    yield from per_node(
+    yield from build_shared_finding(
         "memlock",
         {name: f"soft {soft} bytes" for name, (soft, _) in memlock.items() if 0 <= soft < MIN_MEMLOCK},
         "set `* - memlock unlimited` in /etc/security/limits.conf and restart sshd (or slurmd)",
@@ -233,20 +233,20 @@ def check_process_limits(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         for name, one in shm.items()
         if name not in small and one["free"] < max(MIN_SHM // 4, one["total"] // 100)
     }
-    yield from per_node(
+    yield from build_shared_finding(
         "shm",
         {name: f"{one['total'] // MIB} MiB, {one['free'] // MIB} MiB free" for name, one in small.items()},
         "sudo mount -o remount,size=50% /dev/shm; in a container --shm-size=16g or --ipc=host",
         summary="shared memory (/dev/shm) is too small for NCCL and data loader workers",
     )
-    yield from per_node(
+    yield from build_shared_finding(
         "shm",
         {name: f"{one['free'] // MIB} of {one['total'] // MIB} MiB free" for name, one in full.items()},
         "see which files fill it and which processes use them: ls -la /dev/shm; sudo fuser -v /dev/shm/*; remove "
         "what ended jobs have left: rm /dev/shm/nccl-* /dev/shm/torch_*",
         summary="shared memory (/dev/shm) is full",
     )
-    yield from per_node(
+    yield from build_shared_finding(
         "shm",
         {n.name: n.facts["shm"]["why"] for n in reports if n.facts["shm"]["why"] and n.name not in {**small, **full}},
         "sudo mount -o remount,rw /dev/shm, or sudo mount -t tmpfs -o mode=1777,size=50% tmpfs /dev/shm",
@@ -260,7 +260,7 @@ def _check_worker_resources(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     short = {n.name for n in reports if 0 <= free[n.name] < WORKER_BYTES * n.slots}
     tight = {n.name for n in reports if n.name not in short and 0 <= free[n.name] < COMFORT_BYTES * n.slots}
     for status, names in (("fail", short), ("warn", tight)):
-        yield from per_node(
+        yield from build_shared_finding(
             "memory",
             {
                 n.name: f"{free[n.name] // MIB} MiB for {format_count(n.slots, 'worker')}"
@@ -272,7 +272,7 @@ def _check_worker_resources(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             summary="a process of this login can use little memory",
             status="fail" if status == "fail" else "warn",
         )
-    yield from per_node(
+    yield from build_shared_finding(
         "processes",
         {
             n.name: f"{n.facts['pids_free']} more"
@@ -289,7 +289,7 @@ def _check_worker_resources(reports: Sequence[NodeReport]) -> Iterator[Finding]:
         for n in reports
         if cores[n.name] * FEW_WORKERS_PER_CORE < n.slots or cores[n.name] <= most / 2
     }
-    yield from per_node(
+    yield from build_shared_finding(
         "cpus",
         few,
         "see taskset -cp $$ and cpu.max of the control group: ask for more (--cpus-per-task, --cpus of the "
@@ -309,7 +309,7 @@ def _check_worker_resources(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             if 0 <= soft < least:
                 low[n.name] = (soft, words)
     for words in dict.fromkeys(words for _, words in low.values()):
-        yield from per_node(
+        yield from build_shared_finding(
             "limits",
             {name: f"{soft}" for name, (soft, of) in low.items() if of == words},
             f"raise the limit of {words} in /etc/security/limits.conf or the unit of sshd, and log in again",
@@ -345,7 +345,7 @@ def check_storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Findi
     for report in reports:
         disk = report.facts["disk"]
         disks[_classify_disk(disk)][report.name] = disk
-    yield from per_node(
+    yield from build_shared_finding(
         "disk",
         _format_free_space(disks["no inodes"]),
         f"df -i {workdir}; remove many small files (caches of pip, conda, Hugging Face), or set cluster.workdir to "
@@ -354,25 +354,25 @@ def check_storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Findi
     )
     fix = f"free some space (`df -h {workdir}; df -i {workdir}`), or set cluster.workdir to another disk"
     read_only = {n.name for n in reports if "Read-only" in n.facts["writable"]}
-    yield from per_node(
+    yield from build_shared_finding(
         "disk",
         _format_free_space({name: disk for name, disk in disks["full"].items() if name not in read_only}),
         fix,
         summary=f"the disk of {workdir} is full",
     )
-    yield from per_node(
+    yield from build_shared_finding(
         "disk", _format_free_space(disks["low"]), fix, summary=f"the disk of {workdir} is nearly full", status="warn"
     )
     # A disk without space cannot be written to either, and is reported above.
     exhausted = {**disks["full"], **disks["no inodes"]}
     unwritable = {report.name: report.facts["writable"] for report in reports if report.facts["writable"]}
-    yield from per_node(
+    yield from build_shared_finding(
         "workdir",
         {name: problem for name, problem in unwritable.items() if name in read_only or name not in exhausted},
         "set cluster.workdir to a folder that the login user may write to",
         summary=f"{workdir} cannot be written to",
     )
-    yield from per_node(
+    yield from build_shared_finding(
         "workdir",
         {n.name: f"{n.facts['disk']['path']} is mounted noexec" for n in reports if n.facts["disk"]["noexec"]},
         "programs and extensions that a job builds cannot be run from it: set cluster.workdir to another disk, or "
@@ -391,14 +391,14 @@ def check_storage(reports: Sequence[NodeReport], workdir: str) -> Iterator[Findi
                 if (name in WRITTEN or name.endswith(WRITTEN_ENDS)) == (check == "cache"):
                     lost.setdefault(name, {})[n.name] = why
         for name, said in lost.items():
-            yield from per_node(
+            yield from build_shared_finding(
                 check,
                 said,
                 fix.format(names=name),
                 summary=f"what {name} names cannot be {kind}: {next(iter(said.values()))}",
                 status="warn",
             )
-    yield from per_node(
+    yield from build_shared_finding(
         "path",
         {n.name: ", ".join(n.facts["missing"]) for n in reports if n.facts["missing"]},
         "copy it to the same path on these nodes (rsync -a), or put it on a shared file system",
@@ -418,21 +418,21 @@ def _check_temporary_folder(reports: Sequence[NodeReport]) -> Iterator[Finding]:
             bad[name] = f"{one['path']} has {one['free_inodes']} inodes left (df -i {one['path']})"
     origin = {one["origin"] for name, one in tmp.items() if name in bad}
     named = "job.env or cluster.nodes[].env" if origin == {"TMPDIR"} else "job.env: {TMPDIR: /path/with/room}"
-    yield from per_node(
+    yield from build_shared_finding(
         "tmpdir",
         bad,
         f"set TMPDIR to a folder on a disk with room ({named}), or free some space: remove what ended jobs left there",
         summary=f"temporary files cannot be written: {next(iter(bad.values()), '')}",
     )
     little = {name: one for name, one in tmp.items() if name not in bad and one["total"] and one["free"] < TMP_LOW}
-    yield from per_node(
+    yield from build_shared_finding(
         "tmpdir",
         {name: f"{one['path']} has {one['free'] // MIB} MiB left" for name, one in little.items()},
         f"free some space there, or set TMPDIR to another disk ({named})",
         summary="there is little room for temporary files",
         status="warn",
     )
-    yield from per_node(
+    yield from build_shared_finding(
         "tmpdir",
         {name: f"{one['path']} is mounted noexec" for name, one in tmp.items() if name not in bad and one["noexec"]},
         "set TMPDIR to a folder from which programs may be run (job.env: {TMPDIR: /path}), or sudo mount -o "
@@ -455,7 +455,7 @@ def check_job_python(reports: Sequence[NodeReport], confirmed: Mapping[str, Coll
         by_cause.setdefault(tuple(said.get("because", ())), {})[name] = said["error"]
     for because, told in by_cause.items():
         names = ", ".join(because)
-        yield from per_node(
+        yield from build_shared_finding(
             "python-environment",
             told,
             f"take {names} out of job.env, cluster.nodes[].env and the start-up files of the shell: without it the "
@@ -533,7 +533,7 @@ def check_torch_exists(reports: Sequence[NodeReport], needed_by: str) -> Iterato
     """
     pythons = {n.name: n.facts["job"] for n in reports if n.facts["job"].get("python")}
     if pythons and not any(said.get("torch") for said in pythons.values()):
-        yield from per_node(
+        yield from build_shared_finding(
             "torch",
             {name: f"Python {said['python']} has no torch" for name, said in pythons.items()},
             "pip install torch there, set cluster.python to a Python that has it, or give the job an environment "
@@ -546,7 +546,7 @@ def compare_node_values(
     check: str, values: Mapping[str, str], fix: str, *, what: str, status: Status = "fail"
 ) -> Iterator[Finding]:
     """Yield a finding if nodes differ in a value that must be equal; it names those that differ from the majority."""
-    odd, usual = odd_ones(values)
+    odd, usual = find_odd_nodes(values)
     if odd:
         told = f"; the others have {usual}" if usual is not None else ""
         said = ", ".join(f"{node} has {values[node] or 'none'}" for node in odd)
@@ -559,7 +559,7 @@ def check_node_clocks(reports: Sequence[NodeReport]) -> Iterator[Finding]:
     """Yield findings about clocks that are off by more than the round trip explains."""
     off = {n.name: n.offset_s for n in reports if abs(n.offset_s) - n.offset_error_s > CLOCK_WARN_S}
     worst = max((abs(offset) for offset in off.values()), default=0.0)
-    yield from per_node(
+    yield from build_shared_finding(
         "clock",
         {name: f"{offset:+.1f} s compared with this machine" for name, offset in off.items()},
         "sudo timedatectl set-ntp true (or systemctl restart chrony)",

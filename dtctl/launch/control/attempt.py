@@ -15,7 +15,7 @@ from dtctl.launch.control.deadlines import AttemptDeadlines
 from dtctl.launch.control.failure import describe_failure
 from dtctl.launch.control.hang import HangMonitor
 from dtctl.launch.control.link import build_refusal_error
-from dtctl.launch.control.lost_workers import LostWorkerHandler, failure_of_worker
+from dtctl.launch.control.lost_workers import LostWorkerHandler, build_worker_failure
 from dtctl.launch.control.node_sessions import NodeSessions
 from dtctl.launch.control.progress import build_worker_standings
 from dtctl.launch.control.session import Content, LinkLost, NodeMessage, OutputChunk, SessionFailed
@@ -220,7 +220,7 @@ class Attempt:
         if self.nodes.is_end_due_to_pause():
             self.nodes.end_after_pause()
         elif self.nodes.outcome.stopped_by is None:
-            failure = failure_of_worker(name, worker)
+            failure = build_worker_failure(name, worker)
             subject = f"rank {worker.rank} on {name}" if worker.rank >= 0 else name
             end = f"{subject} {describe_failure(failure)}"
             self.losses.abort_replacement(f"{end}, meanwhile")

@@ -85,10 +85,12 @@ class AttemptTracker:
         """Return the failure that ended an attempt; None if it has not failed."""
         if not outcome.failures:
             return None
-        from dtctl.launch.control.first_failure import first_failure  # Most runs do not need this module.
+        from dtctl.launch.control.first_failure import find_first_failure  # Most runs do not need this module.
         from dtctl.launch.records.host_names import HostNames
 
-        return first_failure(outcome.failures, outcome.left_early, self._nodes.logs, HostNames(self._nodes.host_names))
+        return find_first_failure(
+            outcome.failures, outcome.left_early, self._nodes.logs, HostNames(self._nodes.host_names)
+        )
 
     def is_stop(self, failure: Failure) -> bool:
         """Return whether workers have ended because of a request to stop."""

@@ -84,7 +84,7 @@ def describe_failure(failure: Failure) -> str:
     return f"ended with exit code {failure.exit_code}"
 
 
-def from_torchrun(failure: Failure, agent_log: str) -> Failure:
+def find_torchrun_failure(failure: Failure, agent_log: str) -> Failure:
     """Return the worker that torchrun's agent names as the root cause on its node, if it names one.
 
     Source: torch/distributed/elastic/multiprocessing/errors/__init__.py, the format of ChildFailedError, torch 2.13.
@@ -115,7 +115,7 @@ def is_consequence(failure: Failure) -> bool:
     return any(text in line for line in failure.tail for text in CONSEQUENCES)
 
 
-def from_early_exit(
+def find_early_exit_failure(
     failure: Failure, *, node: str, rank: int, early_exit: str, tail: tuple[str, ...]
 ) -> Failure | None:
     """Return the failure of a worker that left early and to which another worker lost its connection.
@@ -170,7 +170,7 @@ def find_root_failure(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=order, default=None)
 
 
-def last_lines(text: str, count: int = 12) -> tuple[str, ...]:
+def take_last_lines(text: str, count: int = 12) -> tuple[str, ...]:
     """Return the last `count` lines that are not empty."""
     return tuple(line for line in text.splitlines() if line.strip())[-count:]
 

@@ -27,7 +27,7 @@ class WorkerOutput(Protocol):
         ...
 
 
-def first_failure(
+def find_first_failure(
     reported: Iterable[Failure],
     left_early: Iterable[RankProgress],
     output: WorkerOutput,
@@ -46,9 +46,9 @@ def first_failure(
     if failure is None or not failures.is_consequence(failure):
         return failure
     for worker in left_early:
-        tail = failures.last_lines(host_names.replace_names(output.tail(worker.node, worker.rank)))
-        cause = failures.from_early_exit(
-            failure, node=worker.node, rank=worker.rank, early_exit=hang.early_exit(worker), tail=tail
+        tail = failures.take_last_lines(host_names.replace_names(output.tail(worker.node, worker.rank)))
+        cause = failures.find_early_exit_failure(
+            failure, node=worker.node, rank=worker.rank, early_exit=hang.describe_early_exit(worker), tail=tail
         )
         if cause is not None:
             return replace(cause, log=str(output.path(worker.node, worker.rank)))
@@ -61,15 +61,15 @@ def _add_log_details(failure: Failure, output: WorkerOutput, host_names: HostNam
         return failure
     named_by_agent = False
     if failure.rank is None:
-        failure = failures.from_torchrun(failure, output.tail(failure.node, AGENT))
+        failure = failures.find_torchrun_failure(failure, output.tail(failure.node, AGENT))
         named_by_agent = failure.rank is not None
     rank = AGENT if failure.rank is None else failure.rank
-    tail = failures.last_lines(host_names.replace_names(output.tail(failure.node, rank)))
+    tail = failures.take_last_lines(host_names.replace_names(output.tail(failure.node, rank)))
     if not tail and named_by_agent:  # Its output has no more than the table that was read.
         summary = f"it {failures.describe_failure(failure)}, and had printed nothing"
         return replace(failure, summary=summary, log=str(output.path(failure.node, AGENT)))
     if not tail:  # If the worker has printed nothing, torchrun's agent may have.
-        tail = failures.last_lines(host_names.replace_names(output.tail(failure.node, AGENT)))
+        tail = failures.take_last_lines(host_names.replace_names(output.tail(failure.node, AGENT)))
     log_summary, reason = failures.find_error_line(tail), failure.node_reason
     if failure.signal is not None and not failures.is_error_line(log_summary):  # what it printed last is no cause
         ended = reason or failures.describe_failure(failure)

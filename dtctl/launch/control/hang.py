@@ -112,7 +112,7 @@ def compute_hang_duration(
         return None
     done_steps = min(worker.step - worker.first for worker in active)
     is_measured = len(workers) >= world_size and done_steps >= needed_steps
-    lacks_workers = any(worker.until for worker in left_early(workers))
+    lacks_workers = any(worker.until for worker in find_early_leavers(workers))
     if phases != {ReportedPhase.STEPPING} or not (is_measured or lacks_workers):
         if start_limit == "off":
             return None
@@ -121,7 +121,7 @@ def compute_hang_duration(
     return silent_s if silent_s >= limit_s else None
 
 
-def left_early(workers: Collection[RankProgress]) -> list[RankProgress]:
+def find_early_leavers(workers: Collection[RankProgress]) -> list[RankProgress]:
     """Return the workers that take no more steps although steps remain, by rank.
 
     A worker that never began does not count if others have taken steps since: they do not depend on it.
@@ -137,7 +137,7 @@ def find_blocking_workers(workers: Collection[RankProgress], stacks: Mapping[int
     stopped = [worker for worker in everyone if worker.state == "T"]
     if stopped:
         return stopped
-    leavers = left_early(everyone)
+    leavers = find_early_leavers(everyone)
     if leavers:
         return leavers
     everyone = [worker for worker in everyone if not worker.finished]
@@ -152,7 +152,7 @@ def find_blocking_workers(workers: Collection[RankProgress], stacks: Mapping[int
     return awake if len(awake) < len(everyone) else []
 
 
-def hang_failure(
+def build_hang_failure(
     workers: Collection[RankProgress],
     stacks: Mapping[int, StackTrace],
     *,
@@ -211,7 +211,7 @@ def _describe_location(worker: RankProgress, frames: Sequence[tuple[str, int, st
     return f"{', and is now' if worker.left_early else ''} at {file}:{line} in {name}"
 
 
-def early_exit(worker: RankProgress) -> str:
+def describe_early_exit(worker: RankProgress) -> str:
     """Describe a worker that left early: `left the training after step 3 of 12, before the others`.
 
     The text leaves open whether the worker's process has ended, too: the others lose their connections to it while it
@@ -226,7 +226,7 @@ def early_exit(worker: RankProgress) -> str:
 def _state_text(worker: RankProgress) -> str:
     if worker.state == "T":
         return "is stopped (SIGSTOP)"
-    return early_exit(worker) if worker.left_early else f"is stuck {worker.place_text}"
+    return describe_early_exit(worker) if worker.left_early else f"is stuck {worker.place_text}"
 
 
 def _waiting_text(waiting: int) -> str:
@@ -321,7 +321,7 @@ class HangMonitor:
         They may have any exit code; torchrun does not report it.
         """
         workers = self.workers if self._before_stop is None else self._before_stop
-        return left_early(workers.values())
+        return find_early_leavers(workers.values())
 
     def record_stop_request(self) -> None:
         """Record that the nodes got the request to end the attempt: workers may end because of it from now on."""
@@ -405,7 +405,7 @@ class HangMonitor:
                 node=first, rank=None, exit_code=None, signal=None, time=time.time(), summary=summary, hang=True
             )
         silent = {rank: node for rank, node in self.node_of_rank.items() if rank not in self.workers}
-        failure = hang_failure(
+        failure = build_hang_failure(
             self.workers.values(), self._stacks, silent_s=self.silent_s, now=time.time(), silent=silent
         )
         for rank, stack in sorted(self._stacks.items()):

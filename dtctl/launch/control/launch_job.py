@@ -159,7 +159,7 @@ def make_start_message(
     workers = [
         WorkerSpec(
             rank=node.first_rank + local_rank if plan.kind != "torchrun" else AGENT,
-            env=environment.worker_variables(
+            env=environment.build_worker_variables(
                 plan.kind, rank=str(node.first_rank + local_rank), local_rank=str(local_rank)
             ),
         )

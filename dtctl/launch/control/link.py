@@ -17,7 +17,7 @@ from dtctl import shell
 from dtctl.errors import ConnectError, DtctlError, NodeError
 from dtctl.schema import InvalidMessage, check_prose
 from dtctl.supervisor import bootstrap, frames
-from dtctl.supervisor.messages.base import Message, Refusal, StillWorking, by_op, parse_message_document
+from dtctl.supervisor.messages.base import Message, Refusal, StillWorking, index_message_types, parse_message_document
 from dtctl.supervisor.messages.setup import NodeDescription
 from dtctl.supervisor.requests import find_module
 from dtctl.transport.base import ByteStream, Connection, Target, Transport
@@ -202,7 +202,7 @@ class NodeLink:
         return self._parse_node_reply(self.decode(payload), kinds)
 
     def _parse_node_reply(self, document: Mapping[str, Any], kinds: tuple[type[Kind], ...]) -> Kind:
-        message = parse_message(document, by_op(*kinds, Refusal), node=self.node)
+        message = parse_message(document, index_message_types(*kinds, Refusal), node=self.node)
         if isinstance(message, Refusal):
             raise build_refusal_error(message, self.node)
         return cast("Kind", message)

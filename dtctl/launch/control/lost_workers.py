@@ -59,7 +59,7 @@ class LostWorkerHandler:
         killed = worker.signal is not None and not worker.asked and not worker.told
         if not killed or self.nodes.ended_workers or self.nodes.starting or worker.rank < 0:
             return False
-        failure = failure_of_worker(name, worker)
+        failure = build_worker_failure(name, worker)
         self.run_replacement_step(lambda healing: healing.replace_failed_worker(failure), failure)
         return True
 
@@ -76,7 +76,7 @@ class LostWorkerHandler:
         is_running = nodes.all_started and not nodes.ended_workers and nodes.stop_deadline is None
         if self.healing is None or not is_running:
             return False
-        failure = failure_of_node(name, text)
+        failure = build_node_failure(name, text)
         silent_s = time.monotonic() - self.nodes.gang.sessions[name].last_heard
         # After a shorter silence, the link has closed, which is detected at once.
         silent_s = silent_s if silent_s > 2 * PING_S else 0.0
@@ -148,7 +148,7 @@ class LostWorkerHandler:
     def fail(self, name: str, text: str, *, exit_code: int | None) -> None:
         """End the attempt because of a node."""
         self.abort_replacement(f"{name}: {text}")
-        self.nodes.outcome.failures.append(failure_of_node(name, text, exit_code=exit_code))
+        self.nodes.outcome.failures.append(build_node_failure(name, text, exit_code=exit_code))
         self.nodes.stop_others(f"{name}: {text}")
 
     @property
@@ -167,12 +167,12 @@ class LostWorkerHandler:
                 self.nodes.give_up_node(name)
 
 
-def failure_of_node(name: str, text: str, *, exit_code: int | None = None) -> Failure:
+def build_node_failure(name: str, text: str, *, exit_code: int | None = None) -> Failure:
     """Return the failure for the loss of a node."""
     return Failure(node=name, rank=None, exit_code=exit_code, signal=None, time=time.time(), summary=text)
 
 
-def failure_of_worker(name: str, worker: WorkerExit) -> Failure:
+def build_worker_failure(name: str, worker: WorkerExit) -> Failure:
     """Return the failure for the end of a worker."""
     return Failure(
         node=name,

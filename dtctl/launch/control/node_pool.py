@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dtctl.errors import DtctlError
-from dtctl.launch.control.node_sessions import NodeSessions, to_dtctl_error
+from dtctl.launch.control.node_sessions import NodeSessions, convert_session_error
 from dtctl.launch.control.session import NodeMessage, NodeSession, SessionFailed
 from dtctl.launch.control.spare_pool import SparePool, WarmUp
 from dtctl.launch.records.events import NodeDropped, NodeReplaced, Note
@@ -152,7 +152,7 @@ class NodePool:
         if isinstance(content, NodeDescription):
             search.descriptions[session.name] = content
         elif isinstance(content, SessionFailed):
-            self._end_call(lost, session, to_dtctl_error(content.error))
+            self._end_call(lost, session, convert_session_error(content.error))
         elif isinstance(content, NodeReady):
             del search.called[session.name]
             self.cancel_search(lost)

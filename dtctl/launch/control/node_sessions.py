@@ -155,7 +155,7 @@ class NodeSessions:
                 case NodeDescription() as description:
                     descriptions[name] = description
                 case SessionFailed(reason):
-                    failures[name] = to_dtctl_error(reason)
+                    failures[name] = convert_session_error(reason)
                     waiting.discard(name)
                 case NodeReady():
                     waiting.discard(name)
@@ -169,7 +169,7 @@ class NodeSessions:
                 self.emit(NodeChanged(node=name, state="hello"))
             case SessionFailed(error):
                 self._pushes.remove(name)
-                self.emit(NodeChanged(node=name, state="failed", error=str(to_dtctl_error(error))))
+                self.emit(NodeChanged(node=name, state="failed", error=str(convert_session_error(error))))
             case NodeReady():
                 self.emit(NodeChanged(node=name, state="ready"))
             case EnvironmentProgress() as progress:
@@ -287,7 +287,7 @@ def _read_boot_clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
-def to_dtctl_error(error: BaseException) -> DtctlError:
+def convert_session_error(error: BaseException) -> DtctlError:
     """Return an error of a session as a DtctlError; an error of any other class is a bug."""
     if isinstance(error, DtctlError):
         return error

@@ -225,7 +225,7 @@ def plan_copies(
         for root, pattern in roots:
             _set_aside(files, root, pattern, stopped_s, lost, plan)
     for root, pattern in roots:
-        for found in group_files(newest_files(files, root), root, pattern):
+        for found in group_files(find_newest_files(files, root), root, pattern):
             is_taken = found.name in plan.doubtful or _is_trusted(found, stopped_s)
             if is_taken or _is_complete(found, 0.0 if stopped_s is None else stopped_s):
                 plan.rules.add((root, found.rule))
@@ -245,7 +245,7 @@ def _remove_copies(nodes: Sequence[NodeFiles], files: dict[str, dict[str, Shared
             plan.removals[node.node] = gone
 
 
-def newest_files(files: Mapping[str, Mapping[str, SharedFile]], root: str) -> dict[str, SharedFile]:
+def find_newest_files(files: Mapping[str, Mapping[str, SharedFile]], root: str) -> dict[str, SharedFile]:
     """Return the newest version of each file below a folder, over all nodes."""
     newest: dict[str, SharedFile] = {}
     for of_node in files.values():
@@ -285,7 +285,7 @@ def _set_aside(
     plan: CopyPlan,
 ) -> None:
     """Remove files that may be incomplete from the lists, if there is another checkpoint to continue from."""
-    groups = group_files(newest_files(files, root), root, pattern)
+    groups = group_files(find_newest_files(files, root), root, pattern)
     certain = [each for each in groups if _is_certain(each, stopped_s, lost) and _is_complete(each, stopped_s)]
     young = [each for each in groups if each not in certain]
     certain += [each for each in young if _looks_whole(each, certain, lost)]
@@ -407,7 +407,9 @@ def _take_out_young(
         for node, inner in files.items()
     }
     older = [
-        each for each in group_files(newest_files(without, found.root), found.root, pattern) if each.name == found.name
+        each
+        for each in group_files(find_newest_files(without, found.root), found.root, pattern)
+        if each.name == found.name
     ]
     if not young or not older or older[0].files.keys() != found.files.keys() or not _is_complete(older[0], stopped_s):
         return False

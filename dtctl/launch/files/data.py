@@ -24,7 +24,7 @@ from dtctl.errors import PlanError, UsageError
 from dtctl.launch.control.link import NodeLink
 from dtctl.launch.files import push
 from dtctl.launch.files.relay import BlockRelay
-from dtctl.launch.files.tree import DigestCache, FileTree, TreeFile, tree_digest
+from dtctl.launch.files.tree import DigestCache, FileTree, TreeFile, compute_tree_digest
 from dtctl.launch.records.events import PushProgress, PushReport
 from dtctl.spec.model import DataEntry, Spec
 from dtctl.supervisor.messages.setup import DataLink
@@ -191,7 +191,7 @@ def scan_data(path: Path, cache: Path | None, *, within: Path | None = None) -> 
     except OSError as exc:
         raise PlanError(f"data cannot be read: {exc.strerror}", where=str(exc.filename or path)) from exc
     found.sort()
-    return FileTree(root, tuple(found), tree_digest(found), withheld=(), skipped=())
+    return FileTree(root, tuple(found), compute_tree_digest(found), withheld=(), skipped=())
 
 
 def _walk_data_files(root: Path) -> Iterator[tuple[bytes, os.stat_result]]:

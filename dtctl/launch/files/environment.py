@@ -39,7 +39,7 @@ from dtctl.launch.files.package_sources import (
 )
 from dtctl.launch.files.relay import BlockRelay
 from dtctl.launch.files.static_uv import find_static_uv
-from dtctl.launch.files.tree import FileTree, tree_digest
+from dtctl.launch.files.tree import FileTree, compute_tree_digest
 from dtctl.launch.records.events import PushProgress, PushReport
 from dtctl.spec.model import Spec
 from dtctl.supervisor.environments import INDEX_VARIABLES
@@ -863,7 +863,7 @@ class EnvironmentPush:
         """Return the tree with one program."""
         tree = scan_data(path, self._cache)
         files = tuple(file._replace(mode=0o700) for file in tree.files)
-        return FileTree(tree.root, files, tree_digest(files), withheld=(), skipped=())
+        return FileTree(tree.root, files, compute_tree_digest(files), withheld=(), skipped=())
 
 
 def _write_changed_file(path: Path, data: bytes) -> None:

@@ -44,7 +44,7 @@ class MissingFile:
         return f"{folder}/" if self.others and folder else self.path
 
 
-def left_out_here(lines: Iterable[str], spec: Spec, *, folders: Iterable[str]) -> list[MissingFile]:
+def find_left_out_files(lines: Iterable[str], spec: Spec, *, folders: Iterable[str]) -> list[MissingFile]:
     """Return the files that these lines report as missing although they exist here, with the rules that exclude them.
 
     Args:

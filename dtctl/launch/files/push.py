@@ -23,7 +23,7 @@ from dtctl.launch.files.relay import BlockRelay
 from dtctl.launch.files.tree import FileTree
 from dtctl.launch.records.events import PushReport
 from dtctl.supervisor import relay as blocks
-from dtctl.supervisor.messages.base import Refusal, by_op
+from dtctl.supervisor.messages.base import Refusal, index_message_types
 from dtctl.supervisor.messages.setup import PushEnd, PushManifestEnd, PushRelay, PushSource, PushState, PushTree
 
 PIECE_BYTES = 1 << 18
@@ -408,7 +408,7 @@ def _receive_push_state(link: NodeLink, *states: str) -> PushState:
     document = link.receive_json()
     if document is None:
         raise ConnectError("the link was lost during the push", node=link.node)
-    message = parse_message(document, by_op(PushState, Refusal), node=link.node)
+    message = parse_message(document, index_message_types(PushState, Refusal), node=link.node)
     state = message.state if isinstance(message, PushState) else message.op
     if isinstance(message, PushState) and state in states:
         return message

@@ -118,14 +118,14 @@ def scan_push_tree(
     return FileTree(
         root,
         entries,
-        tree_digest(entries),
+        compute_tree_digest(entries),
         withheld=tuple(sorted(walk.withheld)),
         skipped=tuple(sorted(walk.skipped)),
         left_out=tuple(sorted(walk.left_out)),
     )
 
 
-def tree_digest(entries: Iterable[TreeFile]) -> str:
+def compute_tree_digest(entries: Iterable[TreeFile]) -> str:
     """Return one digest over paths, modes and contents; the node compares it with one from the manifest."""
     rows = [b"%d\0%o\0%s\0%s\0" % (len(e.path), e.mode, e.path, e.digest.encode()) for e in entries]
     return hashlib.sha256(b"".join(rows)).hexdigest()[:32]

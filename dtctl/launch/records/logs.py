@@ -49,7 +49,7 @@ def _move_attempt_offsets(record: RunWriter, log: tuple[str, int], find_new_offs
         record.write(ATTEMPTS_FILE, "\n".join(lines) + "\n")
 
 
-def offset_at(log: Path, moment: float) -> int:
+def find_offset_at(log: Path, moment: float) -> int:
     """Return the size of a log at a time or a few seconds earlier; 0 if it is unknown."""
     offset = 0
     with contextlib.suppress(OSError, ValueError):

@@ -42,7 +42,7 @@ EVENTS_BYTES = 64 << 20
 LOCK_FILE = "launcher.lock"
 
 
-def new_run_id(job: str, *, now: float, salt: str | None = None) -> str:
+def make_run_id(job: str, *, now: float, salt: str | None = None) -> str:
     """Return a run id that sorts by time: job, month and day, hour, minute and second, four random digits."""
     stem = re.sub(r"[^A-Za-z0-9_]+", "-", job).strip("-_") or "job"
     stamp = time.strftime("%m%d-%H%M%S", time.localtime(now))

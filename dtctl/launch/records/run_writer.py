@@ -33,7 +33,7 @@ LOCK_WAIT_S = 0.5
 """Seconds that a new launcher waits for processes that check whether there is a launcher."""
 
 
-def state_folder(base_dir: Path, name: str) -> Path:
+def prepare_state_folder(base_dir: Path, name: str) -> Path:
     """Return a folder of dtctl's files next to the spec, which only this user can read and git ignores.
 
     Raises:
@@ -102,7 +102,7 @@ class RunWriter(RunRecord):
         Raises:
             LaunchError: a run with this name exists, or the folder cannot be written to.
         """
-        folder = state_folder(base_dir, names.RUNS_DIR) / info.run
+        folder = prepare_state_folder(base_dir, names.RUNS_DIR) / info.run
         try:
             with translate_write_errors(folder):
                 folder.mkdir(mode=0o700)

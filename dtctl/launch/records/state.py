@@ -68,7 +68,7 @@ def is_launcher_alive(info: RunInfo) -> bool:
         except PermissionError:
             pass
         return True
-    return ticks != 0 and (info.pid_started, info.boot) == (ticks, node_facts.boot_id())
+    return ticks != 0 and (info.pid_started, info.boot) == (ticks, node_facts.read_boot_id())
 
 
 def read_run_progress(record: RunRecord) -> RunProgress:
@@ -124,7 +124,7 @@ def read_run_state(record: RunRecord) -> RunState:
     )
 
 
-def where_the_time_went(ledger: LedgerFacts) -> str:
+def summarize_time_shares(ledger: LedgerFacts) -> str:
     """Return one line for the user: `useful 91% of 1:02:03 (stall 0.4%, lost 3%, start 2%)`, the larger shares."""
     wall_s = ledger.wall_s
     shares = {name: spent / wall_s for name, spent in ledger.phases_s.items() if wall_s > 0}

@@ -113,7 +113,7 @@ def make_batch_reader(data: MapDataset | BatchDataset) -> Callable[[Indices], An
     return lambda indices: collate([data[int(index)] for index in indices])
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def move_to_device(batch: Any, device: torch.device) -> Any:
     """Return the batch, of any structure, with every tensor on `device` (see `_map_batch_tensors`)."""
     return (
         batch

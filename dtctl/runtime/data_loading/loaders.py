@@ -29,8 +29,8 @@ from dtctl.runtime.data_loading.datasets import BatchDataset, CollatedDataset, M
 from dtctl.runtime.data_loading.reading import BatchReader
 from dtctl.runtime.data_loading.seeding import GeneratorSeeder
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.snapshot.format.encoding import generator_state, set_generator_state
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.format.encoding import encode_generator_state, set_generator_state
+from dtctl.runtime.snapshot.json_collectives import gather_json
 from dtctl.train.config import TrainConfig
 
 WHERE: Final = "the DataLoader of the Trainer"
@@ -90,7 +90,7 @@ class SamplerOrder:
 
     def _draw(self, epoch: int) -> list[Any]:
         """Return what the sampler yields in an epoch; no generator continues from there."""
-        own = [(generator, generator_state(generator)) for generator in self._seeder.list_dataset_generators()]
+        own = [(generator, encode_generator_state(generator)) for generator in self._seeder.list_dataset_generators()]
         states = torch.get_rng_state(), random.getstate(), np.random.get_state()
         try:
             self._seeder.seed_place(_PLACE, epoch)
@@ -317,7 +317,7 @@ def _require_equal_order(data: Data, seed: int, worker: Worker) -> None:
         own = None if data.order is None else data.order.checksum
     elif worker.backend is not None:
         own = BatchReader(data, seed).compute_probe_digest(*[np.zeros(1, dtype=np.int64)] * 2)
-    if len({repr(each) for each in gathered_json(own, worker)}) > 1:
+    if len({repr(each) for each in gather_json(own, worker)}) > 1:
         raise PlanError(
             "the workers get different samples from the same positions of the data",
             where=WHERE,

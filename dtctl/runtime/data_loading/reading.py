@@ -27,7 +27,7 @@ from dtctl.runtime.data_loading.datasets import (
 )
 from dtctl.runtime.data_loading.order import Indices, hash_uint64_array
 from dtctl.runtime.data_loading.seeding import GeneratorSeeder
-from dtctl.runtime.snapshot.format.encoding import Generator, generator_state
+from dtctl.runtime.snapshot.format.encoding import Generator, encode_generator_state
 
 PROBES: Final = 8
 """Number of samples that are examined before training: the first, the last, and some in between."""
@@ -221,7 +221,7 @@ class BatchReader:
 
 
 def _compute_generator_digest(generator: Generator) -> str:
-    state = generator_state(generator)
+    state = encode_generator_state(generator)
     return str(_compute_value_checksum(state["torch"], 0)) if "torch" in state else repr(state)
 
 

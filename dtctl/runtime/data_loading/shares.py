@@ -13,12 +13,12 @@ from dtctl import names
 from dtctl.errors import PlanError
 from dtctl.runtime.console import say
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 from dtctl.train.config import TrainConfig
 from dtctl.train.mesh import Coordinate, Degrees
 
 
-def shares_of_all(config: TrainConfig, worker: Worker) -> list[int]:
+def gather_shares(config: TrainConfig, worker: Worker) -> list[int]:
     """Return the number of micro batches of each rank in a pass; empty if no shares are configured. Collective.
 
     Raises:
@@ -28,7 +28,7 @@ def shares_of_all(config: TrainConfig, worker: Worker) -> list[int]:
     if not config.shares:
         return []
     gpu = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else ""
-    facts: list[list[str]] = gathered_json([gpu, os.environ.get(names.NODE, "")], worker)
+    facts: list[list[str]] = gather_json([gpu, os.environ.get(names.NODE, "")], worker)
     matches = [_find_matching_shares(config.shares, *rank_facts) for rank_facts in facts]
     for rank, keys in enumerate(matches):
         if len({config.shares[key] for key in keys}) > 1:
@@ -47,7 +47,7 @@ def shares_of_all(config: TrainConfig, worker: Worker) -> list[int]:
     return [config.shares[keys[0]] if keys else 1 for keys in matches]
 
 
-def of_replicas(shares: Sequence[int], degrees: Degrees) -> tuple[int, ...]:
+def compute_replica_shares(shares: Sequence[int], degrees: Degrees) -> tuple[int, ...]:
     """Return the share of each part of a batch; several workers may process one part together.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 from dtctl.runtime.distributed.worker import Worker
 
 
-def of_worker(worker: Worker) -> int:
+def compute_worker_capacity(worker: Worker) -> int:
     """Return the bytes of a worker's GPU, or its share of the node's memory."""
     if worker.device.type == "cuda":
         return int(torch.cuda.get_device_properties(worker.device).total_memory)

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def device_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
+def build_device_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
     """Return the process groups of the axes that have more than one worker; collective over all workers.
 
-    cp and ep are parts of fsdp here, and fsdp always exists; see `context_group` and `expert_mesh`.
+    cp and ep are parts of fsdp here, and fsdp always exists; see `build_context_group` and `build_expert_mesh`.
 
     Args:
         degrees: degrees whose product is the world size.
@@ -42,7 +42,7 @@ def limit_groups(timeout_s: float) -> None:
             c10d._set_pg_timeout(dt.timedelta(seconds=timeout_s), group)
 
 
-def context_group(degrees: Degrees, device_type: str) -> ProcessGroup:
+def build_context_group(degrees: Degrees, device_type: str) -> ProcessGroup:
     """Return the group of workers that divide the same sequences; collective over all workers."""
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -50,7 +50,7 @@ def context_group(degrees: Degrees, device_type: str) -> ProcessGroup:
     return init_device_mesh(device_type, shape, mesh_dim_names=("rest", "cp", "inner"))["cp"].get_group()
 
 
-def expert_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
+def build_expert_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
     """Return the process groups of experts, with the axes dp (if there is one), fsdp and ep; collective.
 
     Workers on the axis fsdp have the same experts and share their parameters (`Degrees.expert_shards`); those on ep

@@ -79,7 +79,7 @@ def list_rdma_ports(folder: Path) -> list[dict[str, str]]:
             {
                 "device": port.parts[-3],
                 "port": port.name,
-                "roce": node_facts.roce_address(str(port)),
+                "roce": node_facts.detect_roce_address(str(port)),
                 "verbs": node_facts.check_rdma_access(port.parts[-3]),
                 **facts,
             }
@@ -89,8 +89,8 @@ def list_rdma_ports(folder: Path) -> list[dict[str, str]]:
 
 def find_master_interface(environ: Mapping[str, str]) -> str:
     """Return the interface towards rank 0; empty if unknown, and for loopback, which reaches no other node."""
-    address = node_facts.address_towards(environ.get(names.MASTER_ADDR, ""))
-    return "" if address.startswith("127.") else node_facts.interface_of(address)
+    address = node_facts.find_address_towards(environ.get(names.MASTER_ADDR, ""))
+    return "" if address.startswith("127.") else node_facts.find_interface_of(address)
 
 
 def write_flight_record(worker: Worker) -> Path | None:

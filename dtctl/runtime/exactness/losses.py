@@ -22,7 +22,7 @@ import torch
 from dtctl import folders, names
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.exactness.verdict import ExactnessVerdict
-from dtctl.runtime.snapshot.json_collectives import gathered_json, spread_json
+from dtctl.runtime.snapshot.json_collectives import gather_json, spread_json
 from dtctl.runtime.snapshot.storage.place import Place
 
 FILE: Final = ".losses-rank-{}"
@@ -99,7 +99,7 @@ class LossRecord:
         """
         if not end:
             self._origin = b"", 0
-        reached = max(gathered_json(max(self.then, default=0), worker))
+        reached = max(gather_json(max(self.then, default=0), worker))
         self.until = reached if confirmed < reached <= end else 0
         if not self.until:
             self.stop_loss_comparison()

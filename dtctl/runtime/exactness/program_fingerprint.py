@@ -24,8 +24,8 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.exactness import run_conditions
 from dtctl.runtime.exactness.stateful import StatefulObjects, encode_state, is_divided, name_some, put_encoded_state
 from dtctl.runtime.own_code import digest_modules, name_class
-from dtctl.runtime.snapshot.json_collectives import gathered_json
-from dtctl.train.compatibility import not_elastic
+from dtctl.runtime.snapshot.json_collectives import gather_json
+from dtctl.train.compatibility import build_not_elastic_error
 
 EVERYONE: Final = "all"
 """Key in the part `local` for the state that all workers have in common; other keys are ranks."""
@@ -75,7 +75,7 @@ class ProgramFingerprint:
         changed, lost = self.program.changed()
         own = [path for path in [*changed, *lost] if path.startswith("model.")]
         if own:
-            raise not_elastic(f"{own[0]} changes in training, depending on the samples of its worker")
+            raise build_not_elastic_error(f"{own[0]} changes in training, depending on the samples of its worker")
 
     def collect_program_state(self) -> tuple[dict[str, Any], list[str]]:
         """Return the encoded state of the program's own objects, and the paths of objects that cannot be kept."""
@@ -189,7 +189,7 @@ def build_program_fingerprint(
     classes = {f"{name} (class)": name_class(root) for name, root in roots.items()}
     detail = run_conditions.collect_program_facts(classes, examined, worker, elastic=elastic)
     numerics = functools.partial(run_conditions.collect_numeric_settings, worker, elastic=elastic)
-    reports = gathered_json([run_conditions.compute_facts_checksum(detail), examined.irreproducible], worker)
+    reports = gather_json([run_conditions.compute_facts_checksum(detail), examined.irreproducible], worker)
     return ProgramFingerprint(
         names=frozenset(roots["model"].state_dict()),
         program=program,
@@ -213,7 +213,7 @@ def find_program_differences(
     phrases = [*facts["irreproducible"], *account.irreproducible]
     before, now = facts["programs"], account.checksums
     if rank == 0:
-        phrases += run_conditions.differences_in_detail(json.loads(recorded["detail"]), account.detail)
+        phrases += run_conditions.describe_differences(json.loads(recorded["detail"]), account.detail)
     elif (
         len(before) == len(now)
         and not run_conditions.is_alike(before[rank], now[rank])

@@ -26,9 +26,9 @@ from dtctl.runtime.bits import MODULUS, sum_tensors
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.exactness.losses import LossRecord
 from dtctl.runtime.exactness.verdict import ExactnessVerdict, Kind
-from dtctl.runtime.snapshot.format.layout import size_bytes
+from dtctl.runtime.snapshot.format.layout import read_file_size
 from dtctl.runtime.snapshot.format.pieces import PieceAssignment, extract_local_pieces
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 from dtctl.runtime.snapshot.saver import Saver
 from dtctl.runtime.snapshot.state import name_parameters
 from dtctl.runtime.snapshot.storage.place import Place, RemotePath, parse_place
@@ -256,7 +256,7 @@ class StepRecorder:
         """
         taken = [self._sums.get((kind, step)) for kind in ("loss", "gradient", "update")]
         self.losses.flush()
-        reports = gathered_json([*taken, self.losses.differs], self._worker)
+        reports = gather_json([*taken, self.losses.differs], self._worker)
         losses, gradients, updates, differing = zip(*reports, strict=True)
         row = None
         if None not in (*gradients, *updates):
@@ -265,7 +265,7 @@ class StepRecorder:
         for target in self._targets:
             if row is not None and step == target.step + len(target.rows) + 1:
                 target.rows.append(row)
-                target.saver.annotate(target.step, FILE, to_text(target.rows))
+                target.saver.annotate(target.step, FILE, format_step_bits(target.rows))
         self._targets = [target for target in self._targets if step < target.step + STEPS]
         verdict = None
         if step in self._expected:
@@ -298,14 +298,14 @@ class StepRecorder:
         return verdict
 
 
-def to_text(rows: Sequence[StepBits]) -> str:
+def format_step_bits(rows: Sequence[StepBits]) -> str:
     """Return the text of the file next to a snapshot: the steps, and a digest of them."""
     steps = [row.document() for row in rows]
     return json.dumps({"steps": steps, "digest": _compute_steps_digest(steps)}, indent=1) + "\n"
 
 
-def from_text(text: str) -> list[StepBits]:
-    """Return the steps in a text of `to_text`; empty if it is damaged, or is something else."""
+def parse_step_bits(text: str) -> list[StepBits]:
+    """Return the steps in a text of `format_step_bits`; empty if it is damaged, or is something else."""
     with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):
         document = json.loads(text)
         if document["digest"] == _compute_steps_digest(document["steps"]):
@@ -326,12 +326,12 @@ def gather_step_record(snapshot: str, worker: Worker) -> list[StepBits]:
     """
     path = parse_place(snapshot)
     looks = worker.is_first if isinstance(path, RemotePath) else worker.local_rank == 0
-    texts = gathered_json(_read_text(path / FILE) if looks else "", worker)
-    return max(map(from_text, texts), key=len)
+    texts = gather_json(_read_text(path / FILE) if looks else "", worker)
+    return max(map(parse_step_bits, texts), key=len)
 
 
 def _read_text(path: Place) -> str:
     try:
-        return path.read_text() if size_bytes(path) <= MAX_BYTES else ""
+        return path.read_text() if read_file_size(path) <= MAX_BYTES else ""
     except (OSError, ValueError, SnapshotError):  # there is no record, or it is not text
         return ""

@@ -18,7 +18,7 @@ from dtctl.runtime.exactness.verdict import ExactnessVerdict
 from dtctl.runtime.frozen_weights import list_left_out
 from dtctl.runtime.snapshot import state_sum
 from dtctl.runtime.snapshot.format.pieces import find_buffers
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 from dtctl.runtime.snapshot.storage.place import Place
 from dtctl.train.config import TrainConfig
 
@@ -39,7 +39,7 @@ def has_time_to_record(step_s: float, worker: Worker) -> bool:
         worker: this worker.
     """
     limit_s = AHEAD * float(os.environ.get(names.GRACE_S, "10"))
-    slowest_s: float = max(gathered_json(step_s, worker))
+    slowest_s: float = max(gather_json(step_s, worker))
     return slowest_s * STEPS <= limit_s
 
 
@@ -104,7 +104,7 @@ class ResumeCheck:
         step, saved = point.step, point.facts.get(state_sum.FACT)
         parts = state.collect_own_parts(list_left_out(point.facts))
         total = state_sum.sum_state(parts, self._worker, find_buffers(state.model))
-        if saved is not None and saved != state_sum.to_fact(total):
+        if saved is not None and saved != state_sum.format_sum(total):
             return ExactnessVerdict(verdict="not-exact", step=step, steps=0, differs="state", why=tuple(known))
         rows = gather_step_record(point.path, self._worker) if step < end else []
         verdict = self.recorder.start_step_comparison(step, rows, known, end=end, losses=losses)

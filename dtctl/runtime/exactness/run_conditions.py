@@ -83,7 +83,7 @@ def collect_numeric_settings(worker: Worker, *, elastic: bool) -> dict[str, str]
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "default dtype": torch.get_default_dtype(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        **fp32_precision(),
+        **read_fp32_precision(),
         "mkldnn": torch.backends.mkldnn.enabled,
     }
     if worker.device.type == "cuda":
@@ -108,7 +108,7 @@ PRECISIONS: Final = ("", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkl
 """Parts of torch.backends with an fp32_precision, since torch 2.9."""
 
 
-def fp32_precision() -> dict[str, object]:
+def read_fp32_precision() -> dict[str, object]:
     """Return the settings that allow products of fp32 numbers to be rounded.
 
     torch refuses to read the old setting once a part has a setting of its own; then the parts are read.
@@ -178,7 +178,7 @@ def describe_changed_facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> l
     return [f"{key} changed from {then.get(key)} to {value}" for key, value in now.items() if then.get(key) != value]
 
 
-def differences_in_detail(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def describe_differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the changes among facts that both lists have; of many, the first ones and the number of the others."""
     # Left out: modules that are not loaded yet but were then, and all modules if Python's version differs, which
     # changes the byte code.

@@ -23,12 +23,12 @@ from dtctl.runtime.members import walk_members
 from dtctl.runtime.own_code import name_class
 from dtctl.runtime.snapshot.format.encoding import (
     NotEncodable,
+    add_device_facts,
     decode_value,
+    encode_generator_state,
     encode_value,
-    generator_state,
     is_generator,
     set_generator_state,
-    with_devices,
 )
 
 _STATE: Final = "\0state"
@@ -65,13 +65,15 @@ def require_stateful(extra: Mapping[str, Any], *, where: str = "Trainer") -> Non
 def take_state(value: Any) -> Any:
     """Return the state of a generator, or of an object with a `state_dict`; tensors are not copied."""
     return (
-        decode_value(generator_state(value)) if is_generator(value) else (_STATE, name_class(value), value.state_dict())
+        decode_value(encode_generator_state(value))
+        if is_generator(value)
+        else (_STATE, name_class(value), value.state_dict())
     )
 
 
 def encode_state(value: Any, path: str) -> Any:
     """Return the encoded state of a generator, or of an object with a `state_dict`, which errors name by its path."""
-    return with_devices(encode_value(take_state(value), path))
+    return add_device_facts(encode_value(take_state(value), path))
 
 
 def put_encoded_state(held: Any, state: Any) -> bool:

@@ -40,7 +40,7 @@ def is_lack_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def enough_memory(doing: str, hint: str, worker: Worker) -> Iterator[None]:
+def require_enough_memory(doing: str, hint: str, worker: Worker) -> Iterator[None]:
     """Return the context of work that is not repeated in smaller parts if memory runs out.
 
     Args:
@@ -59,7 +59,7 @@ def enough_memory(doing: str, hint: str, worker: Worker) -> Iterator[None]:
 
 
 def raise_out_of_memory(error: RuntimeError, doing: str, hint: str, worker: Worker) -> None:
-    """Raise an explained error if an error means lack of memory; see `enough_memory`.
+    """Raise an explained error if an error means lack of memory; see `require_enough_memory`.
 
     Raises:
         WorkerFailed: the error means lack of memory.

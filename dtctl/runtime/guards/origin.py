@@ -21,7 +21,7 @@ from torch import nn
 
 from dtctl import names
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 
 LONGEST: Final = 1024
 """Number of steps whose values are kept."""
@@ -63,7 +63,7 @@ class LossHistory:
         self.watched = 0
         """Step up to which every step must be checked."""
         if environ.get(names.ATTEMPT, "0") != "0":
-            self.watched = max(gathered_json(_read_recorded_step(self._file), worker))
+            self.watched = max(gather_json(_read_recorded_step(self._file), worker))
 
     def add_loss(self, step: int, loss: torch.Tensor) -> None:
         """Store this worker's share of the loss of a step."""
@@ -88,7 +88,7 @@ class LossHistory:
             "norm": _find_first_nonfinite_step(self._norms),
             "spoilt": self._spoilt(),
         }
-        everyone = gathered_json(mine, self._worker)
+        everyone = gather_json(mine, self._worker)
         bad = {rank: report["loss"] for rank, report in enumerate(everyone) if report["loss"]}
         began = min([*bad.values(), *(report["norm"] for report in everyone if report["norm"]), step])
         ranks = [rank for rank, first in bad.items() if first == began]

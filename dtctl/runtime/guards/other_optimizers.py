@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from dtctl.errors import WorkerFailed
 from dtctl.runtime.bits import sum_tensors
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 
 STEPS: Final = (1, 2, 10)
 """Steps after which workers are compared, counted from the first step of this process or a few steps later."""
@@ -81,10 +81,10 @@ class OtherOptimizers:
         # Divided tensors differ between workers.
         trained = [each for each in every if each not in known and not hasattr(each, "device_mesh")]
         own = sum_tensors({str(number): parameter for number, parameter in enumerate(trained)}) if trained else None
-        sums = gathered_json(own, worker)
+        sums = gather_json(own, worker)
         if len({total for total in sums if total is not None}) <= 1:
             return
-        names = gathered_json(self._describe_other_optimizer(trained), worker)
+        names = gather_json(self._describe_other_optimizer(trained), worker)
         what = next(name for name, total in zip(names, sums, strict=True) if total is not None)
         raise WorkerFailed(
             f"after step {step} workers have trained different {what}: these are unknown to the Trainer, "

@@ -61,7 +61,7 @@ def record_buffers_checksum(training: Training) -> None:
         training.transaction.constants = compute_buffers_checksum(training.trained.model)
 
 
-def before_step(training: Training) -> None:
+def keep_small_state(training: Training) -> None:
     """Keep the small state that a step may change before it can fail."""
     if training.settings.worker.live is not None and training.trained.loss_scale is not None:
         training.transaction.scale_before = training.trained.loss_scale.state()

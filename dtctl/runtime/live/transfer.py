@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from dtctl.runtime import resume
 from dtctl.runtime.snapshot.json_collectives import (
-    gathered_json,
+    gather_json,
     merge_tree_tensors,
     receive_bytes_from_rank,
     send_bytes_to_rank,
@@ -109,7 +109,7 @@ def bring_level(training: Training, *, is_newcomer: bool) -> bool:
     position, transaction = training.position, training.transaction
     mine = RejoinPosition(position.step, is_ready=transaction.ready is not None, owes=transaction.is_owed)
     everyone = [
-        RejoinPosition(**each) for each in gathered_json(asdict(RejoinPosition() if is_newcomer else mine), worker)
+        RejoinPosition(**each) for each in gather_json(asdict(RejoinPosition() if is_newcomer else mine), worker)
     ]
     plan = plan_state_transfer(everyone, parts)
     # Actions due after a step are due on all workers: an exchange among them was complete on none or only some. After

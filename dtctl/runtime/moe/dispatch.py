@@ -19,7 +19,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 rows of each expert, [experts]."""
 
 
-def by_expert(
+def dispatch_to_experts(
     tokens: torch.Tensor,
     chosen: torch.Tensor,
     weights: torch.Tensor,
@@ -72,7 +72,9 @@ def dispatch_rows_to_experts(
     return send_rows(back, sizes[0], sizes[1], group)
 
 
-def shared_out(rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup, compute: Compute) -> torch.Tensor:
+def share_out_rows(
+    rows: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup, compute: Compute
+) -> torch.Tensor:
     """Compute as `compute` does, on workers with the same rows: each worker computes a part of them; collective.
 
     Args:

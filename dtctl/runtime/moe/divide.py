@@ -147,7 +147,7 @@ class _ExpertParallelForward:
         compute = partial(self._compute_own_experts, module, original)
         there: dispatch.Compute = partial(dispatch.dispatch_rows_to_experts, group=self.group, compute=compute)
         if self.alike is not None:
-            there = partial(dispatch.shared_out, group=self.alike, compute=there)
+            there = partial(dispatch.share_out_rows, group=self.alike, compute=there)
         if self.form == GROUPED:
             rows, counts = args[0], args[1].to(torch.int64)
             self._count_expert_tokens(module, counts, counts.new_zeros(()))
@@ -155,7 +155,7 @@ class _ExpertParallelForward:
         tokens, chosen, weights = args
         sums = torch.bincount(chosen.reshape(-1), minlength=self.count + 1)
         self._count_expert_tokens(module, sums[: self.count], sums[self.count])
-        return dispatch.by_expert(tokens, chosen, weights, self.count, there)
+        return dispatch.dispatch_to_experts(tokens, chosen, weights, self.count, there)
 
     def _count_expert_tokens(self, module: nn.Module, chosen: torch.Tensor, dropped: torch.Tensor) -> None:
         under_way = accounting.get_current_pass()

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 
-def feed_forward(
+def compute_feed_forward(
     rows: torch.Tensor, counts: Sequence[int], gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
     """Return SwiGLU of each expert for its rows; under autocast in its number format, like `nn.Linear`.

@@ -20,8 +20,8 @@ from torch import nn
 
 from dtctl.errors import PlanError
 from dtctl.runtime.moe import accounting
-from dtctl.runtime.moe.dispatch import by_expert
-from dtctl.runtime.moe.grouped import feed_forward
+from dtctl.runtime.moe.dispatch import dispatch_to_experts
+from dtctl.runtime.moe.grouped import compute_feed_forward
 
 
 class SequenceSharding(Protocol):
@@ -60,7 +60,7 @@ class Experts(nn.Module):
             rows: rows sorted by expert, [rows, width].
             counts: number of rows of each expert, [experts].
         """
-        return feed_forward(rows, counts.tolist(), self.gate, self.up, self.down)
+        return compute_feed_forward(rows, counts.tolist(), self.gate, self.up, self.down)
 
 
 class SharedExperts(nn.Module):
@@ -166,7 +166,7 @@ class MoE(nn.Module):
         if torch.is_grad_enabled() and self.training:
             stream = self._with_losses(stream, logits, probabilities, chosen)
         flat = stream.reshape(-1, self.width)
-        mixed = by_expert(
+        mixed = dispatch_to_experts(
             flat, kept.flatten(0, 1), weights.flatten(0, 1).to(flat.dtype), self.num_experts, self.experts
         ).view_as(stream)
         return mixed if self.shared is None else mixed + self.shared(stream)

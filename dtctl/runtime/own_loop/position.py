@@ -25,7 +25,7 @@ from dtctl.runtime.exactness.stateful import is_stateful, put_state, take_state
 from dtctl.runtime.members import walk_members
 from dtctl.runtime.own_loop.several_models import WHERE
 from dtctl.runtime.snapshot.format.encoding import encode_value, is_generator
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 
 Skip = Literal["auto", "sampler", "read"]
 _SAMPLERS: Final = ("sampler", "batch_sampler")
@@ -205,7 +205,7 @@ class DataPosition:
 
     def _require_equal_lengths(self) -> None:
         self.length = _measure_length(self._loader)
-        lengths = gathered_json(self.length, self._worker)
+        lengths = gather_json(self.length, self._worker)
         if any(length != lengths[0] for length in lengths):
             ranks: dict[Any, list[str]] = {}
             for rank, length in enumerate(lengths):

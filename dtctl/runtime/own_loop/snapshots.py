@@ -22,7 +22,7 @@ from dtctl.runtime.exactness.stateful import StatefulObjects, put_encoded_state,
 from dtctl.runtime.frozen_weights import FrozenWeights
 from dtctl.runtime.own_loop.position import DataPosition
 from dtctl.runtime.own_loop.wrappers import WrappedModel
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 from dtctl.runtime.snapshot.state import read_optimizer_settings
 from dtctl.runtime.telemetry.report import TrainingReport
 from dtctl.runtime.training_state import TrainingState
@@ -188,7 +188,7 @@ class SessionSnapshots:
 
     def _require_finite(self, step: int, loss: torch.Tensor | None) -> None:
         is_bad = loss is not None and not bool(torch.isfinite(loss.detach()).all())
-        ranks = [str(rank) for rank, bad in enumerate(gathered_json(is_bad, self._worker)) if bad]
+        ranks = [str(rank) for rank, bad in enumerate(gather_json(is_bad, self._worker)) if bad]
         if ranks:
             raise WorkerFailed(
                 f"the loss of step {step} is not finite on rank {', '.join(ranks)}",
@@ -251,14 +251,14 @@ class SessionSnapshots:
             # This comes first, since the pass changes buffers.
             self._load_bucket_order(rank)
             self._buckets.apply()
-        self._position.seek(facts["data"], randomness.of_rank(parts[BEFORE], rank))
+        self._position.seek(facts["data"], randomness.select_rank_state(parts[BEFORE], rank))
         differing = self.state.load(parts, facts, step=point.step, held={}, going_back=False)
         self._random = randomness.capture_rng_states(self._worker.device)
         self.is_ended = bool(facts["ended"])
         differing += program_fingerprint.find_program_differences(self.state.account, parts, facts, rank)
         if self._worker.is_first:
             differing += run_conditions.describe_changed_facts(facts["circumstances"], self._circumstances)
-        reports = gathered_json(differing, self._worker)
+        reports = gather_json(differing, self._worker)
         return list(dict.fromkeys(phrase for phrases in reports for phrase in phrases))
 
     def _find_local_state(self, rank: int) -> Mapping[str, Any] | None:
@@ -273,7 +273,7 @@ class SessionSnapshots:
             SnapshotError: there are more workers now, and each had a state of its own.
         """
         own = self._find_local_state(self._worker.rank)
-        lacking = [rank for rank, lacks in enumerate(gathered_json(own is None, self._worker)) if lacks]
+        lacking = [rank for rank, lacks in enumerate(gather_json(own is None, self._worker)) if lacks]
         if lacking and self._local["local"].keys() | self._extra.keys():
             then = facts["data"]["workers"]
             raise SnapshotError(

@@ -17,7 +17,7 @@ from dtctl.errors import PlanError
 from dtctl.runtime.distributed import network
 from dtctl.runtime.distributed.process_group import keep_gloo_groups, let_gloo_finish
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 
 
 def join_own_group(model: nn.Module, *, timeout_s: float) -> Worker:
@@ -56,7 +56,7 @@ def join_own_group(model: nn.Module, *, timeout_s: float) -> Worker:
     atexit.register(let_gloo_finish)  # the program leaves its group itself, maybe right before the interpreter's end
     worker = replace(worker, backend="gloo", group=group)
     numbers = [os.environ.get(name, "") for name in (names.LOCAL_RANK, names.LOCAL_WORLD_SIZE, names.GROUP_RANK)]
-    nodes = gathered_json([numbers[2] or _identify_node(), all(number.isdecimal() for number in numbers)], worker)
+    nodes = gather_json([numbers[2] or _identify_node(), all(number.isdecimal() for number in numbers)], worker)
     if all(is_told for _, is_told in nodes):
         local_rank, on_node, node_rank = map(int, numbers)
         return replace(worker, local_rank=local_rank, local_world_size=on_node, node_rank=node_rank)
@@ -68,7 +68,7 @@ def join_own_group(model: nn.Module, *, timeout_s: float) -> Worker:
 
 def _identify_node() -> str:
     try:
-        boot = node_facts.boot_id()
+        boot = node_facts.read_boot_id()
     except OSError:
         boot = ""
     # Containers on one machine have the same boot id, but different folders.

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtctl.errors import PlanError
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.own_loop.several_models import WHERE, Models, join_models, list_models
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 
 
 def list_wrappers(model: nn.Module) -> Iterator[nn.Module]:
@@ -47,10 +47,10 @@ class WrappedModel:
         self._ddps = [layer for layer in layers if isinstance(layer, DistributedDataParallel)]
         self._sharded = [module for module in self.module.modules() if hasattr(module, "set_requires_gradient_sync")]
         own = list(self.module.state_dict())
-        everyone = gathered_json(own, worker)
+        everyone = gather_json(own, worker)
         self.absent_keys: Collection[str] = set().union(*everyone) - set(own)
         is_divided = any(hasattr(parameter, "device_mesh") for parameter in self.module.parameters())
-        self.sharded_state = any(gathered_json(bool(self.absent_keys) or is_divided, worker))
+        self.sharded_state = any(gather_json(bool(self.absent_keys) or is_divided, worker))
         if self._ddps:
             self.name = "ddp"
         elif self._sharded:

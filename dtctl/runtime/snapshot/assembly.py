@@ -86,7 +86,7 @@ def _merge_file_trees(files: Iterable[tuple[str, str, headers.FileHeader]]) -> d
     parts = {part: _merge_entry_trees(several) for part, several in trees.items()}
     for part, several in trees.items():
         if len(several) > 1 and part == "optimizer":
-            parts[part]["groups"] = one_group_each(group for tree in several for group in tree["groups"])
+            parts[part]["groups"] = drop_repeated_parameters(group for tree in several for group in tree["groups"])
     return parts
 
 
@@ -113,7 +113,7 @@ def replace_tree_entries(tree: Any, tensors: Mapping[tuple[str, ...], Any]) -> A
     return tree
 
 
-def one_group_each(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def drop_repeated_parameters(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return an optimizer's groups without parameters that an earlier group has, and without empty groups."""
     names: set[str] = set()
     found = []

@@ -15,7 +15,7 @@ from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot import read
 from dtctl.runtime.snapshot.format import layout
-from dtctl.runtime.snapshot.json_collectives import gathered_json, spread_json
+from dtctl.runtime.snapshot.json_collectives import gather_json, spread_json
 from dtctl.runtime.snapshot.storage.place import Place, RemotePath
 
 
@@ -51,7 +51,7 @@ def choose_newest_snapshot(folder: Place, worker: Worker) -> ChosenSnapshot:
     """
     # All workers see the same files at a URL, as if they were on one node.
     looks = worker.is_first if isinstance(folder, RemotePath) else worker.local_rank == 0
-    offers = gathered_json(_list_node_snapshots(folder) if looks else None, worker)
+    offers = gather_json(_list_node_snapshots(folder) if looks else None, worker)
     nodes: dict[int, list[int]] = {}
     for rank, offer in enumerate(offers):
         nodes.setdefault(rank if offer is not None else max(nodes), []).append(rank)
@@ -191,7 +191,7 @@ class _CollectiveRead:
         own = [name for name in names if readers[name] == self._worker.rank]
         found = _run_reporting_errors(partial(read.find_file_faults, self._path, self.manifest, own, self.contents))
         faults: dict[str, str] = {}
-        for reported in _require_report_results(gathered_json(found, self._worker)):
+        for reported in _require_report_results(gather_json(found, self._worker)):
             faults |= reported
         return faults
 

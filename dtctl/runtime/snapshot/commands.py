@@ -44,7 +44,7 @@ def list_snapshots(place: Place) -> Answer:
                 "step": layout.parse_snapshot_step(path),
                 "committed": files.get(layout.COMMIT) is not None,
                 "size_bytes": sum(size or 0 for size in files.values()),
-                "time": round(retention.made_s(path), 3),
+                "time": round(retention.find_creation_time(path), 3),
             }
         )
     return {"snapshots": rows}
@@ -72,7 +72,7 @@ def list_good_files(place: Place) -> Answer:
     for path in find_snapshot_paths(place):
         verdict = read.verify_commit_record(path)
         row: Answer = {"path": str(path), "step": verdict.step, "record": None, "manifest": None, "good": []}
-        row["made_s"] = retention.made_s(path)
+        row["made_s"] = retention.find_creation_time(path)
         row |= {"bad": list(verdict.bad)}
         if verdict.manifest is not None:
             present = layout.list_folder_entries(path)
@@ -214,7 +214,9 @@ def prune_snapshot_folder(
     stays = {verdict.path for verdict in verdicts}  # without a good snapshot nothing is removed
     if good:
         rule = _resolve_retention_rule(good[0], keep=keep, every_s=every_s, keep_best=keep_best)
-        steps = rule.choose_retained_steps([(verdict.step, retention.made_s(verdict.path)) for verdict in good])
+        steps = rule.choose_retained_steps(
+            [(verdict.step, retention.find_creation_time(verdict.path)) for verdict in good]
+        )
         stays = {verdict.path for verdict in good if verdict.step in steps}
     gone = [verdict.path for verdict in verdicts if verdict.path not in stays]
     kept_paths = [str(verdict.path) for verdict in verdicts if verdict.path in stays]
@@ -268,7 +270,7 @@ def export_snapshot_part(place: Place, *, part: str, out: Path | BinaryIO) -> An
             f"the snapshot has no part {part}", where=str(verdict.path), hint=f"its parts are {part_names}"
         )
     tensors, chosen = _laid_out(assembly.iter_tree_entries(trees[part]))
-    beginning = headers.to_bytes(tensors, {"format": "pt", "step": str(verdict.step)})
+    beginning = headers.encode_header(tensors, {"format": "pt", "step": str(verdict.step)})
     if len(beginning) > headers.MAX_BYTES:
         raise SnapshotError(
             f"the names of the tensors of {part} take {len(beginning) >> 20} MiB, and a safetensors file has room for "

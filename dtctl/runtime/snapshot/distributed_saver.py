@@ -25,7 +25,7 @@ from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot import state_sum, write
 from dtctl.runtime.snapshot.format import layout
 from dtctl.runtime.snapshot.format.pieces import Key, PieceAssignment, extract_local_pieces
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 from dtctl.runtime.snapshot.saver import Saver
 from dtctl.runtime.snapshot.storage import copies, retention
 from dtctl.runtime.snapshot.storage.durable import make_durable_folder
@@ -118,7 +118,7 @@ class DistributedSaver(Saver):
                 super().open()
             except DtctlError as exc:
                 error = {"message": exc.message, "where": exc.where, "hint": exc.hint}
-        for text in gathered_json(error, self._worker):
+        for text in gather_json(error, self._worker):
             if text is not None:
                 self.close()
                 raise SnapshotError(text["message"], where=text["where"], hint=text["hint"])
@@ -153,7 +153,7 @@ class DistributedSaver(Saver):
         if not self.in_pieces:
             return parts
         divided = self._division.select_own_pieces(extract_local_pieces(parts))
-        return {layout.piece_name(part, self._worker.rank): tree for part, tree in divided.items()}
+        return {layout.build_piece_name(part, self._worker.rank): tree for part, tree in divided.items()}
 
     def _write_staged(
         self, step: int, staged: StagedState, facts: Mapping[str, Any], rule: retention.RetentionRule
@@ -163,15 +163,15 @@ class DistributedSaver(Saver):
         assert folders is not None  # noqa: S101  # for the type checker
         name = None
         if isinstance(self._folder, RemotePath):
-            name = gathered_json(layout.attempt_name(step) if worker.is_first else None, worker, self._group)[0]
-        target, draft = write.target_and_draft(self._folder, step, token=folders.token, name=name)
+            name = gather_json(layout.build_attempt_name(step) if worker.is_first else None, worker, self._group)[0]
+        target, draft = write.build_target_and_draft(self._folder, step, token=folders.token, name=name)
         leads = worker.rank == folders.committing_worker
 
         def written() -> Any:
             make_durable_folder(self._folder)
             draft.mkdir(exist_ok=True)
             staged.wait()
-            with state_sum.computing_state_sum(staged) as total:
+            with state_sum.start_state_sum(staged) as total:
                 own = {
                     write.build_part_file_name(file): write.write_part(draft, file, folders.hash).document()
                     for file in staged.files
@@ -188,7 +188,7 @@ class DistributedSaver(Saver):
                 self._run_on_all_workers(step, send)
             facts = {
                 **reports[0]["facts"],
-                state_sum.FACT: state_sum.to_fact(sum(row["sum"] for row in reports) % MODULUS),
+                state_sum.FACT: state_sum.format_sum(sum(row["sum"] for row in reports) % MODULUS),
             }
             manifest = layout.Manifest(step=step, hash=folders.hash, facts=facts, files=every)
             own_ranks = folders.ranks[folders.own]
@@ -227,7 +227,7 @@ class DistributedSaver(Saver):
             result = action()
         except Exception as exc:  # noqa: BLE001  # any error, since the other workers wait for the result
             error = exc.message if isinstance(exc, DtctlError) else str(exc) or repr(exc)
-        reports = gathered_json([error, result], self._worker, self._group)
+        reports = gather_json([error, result], self._worker, self._group)
         for rank, (reason, _) in enumerate(reports):
             if reason is not None:
                 raise write.build_save_error(step, self._folder, f"{reason} (rank {rank})")
@@ -235,5 +235,5 @@ class DistributedSaver(Saver):
 
 
 def _add_piece_part(name: str, entry: layout.SnapshotFile) -> layout.SnapshotFile:
-    part = layout.part_of_piece(name)
+    part = layout.parse_piece_name(name)
     return entry if part is None else dataclasses.replace(entry, part=part)

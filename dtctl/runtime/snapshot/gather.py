@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.snapshot.assembly import one_group_each
+from dtctl.runtime.snapshot.assembly import drop_repeated_parameters
 from dtctl.runtime.snapshot.json_collectives import (
-    gathered_json,
+    gather_json,
     merge_tree_tensors,
     receive_bytes_from_rank,
     send_bytes_to_rank,
@@ -65,7 +65,7 @@ def gather_entries_on_first(entries: Mapping[str, Any], worker: Worker) -> Tree 
     return None
 
 
-def gathered_optimizer(tree: Tree, worker: Worker) -> Tree:
+def gather_optimizer(tree: Tree, worker: Worker) -> Tree:
     """Return the optimizer trees (`state.optimizer_tree`) of all workers as one on rank 0; collective.
 
     The result is empty on other ranks.
@@ -74,11 +74,11 @@ def gathered_optimizer(tree: Tree, worker: Worker) -> Tree:
     groups = gather_entries_on_first(
         {f"{worker.rank}.{index}": group for index, group in enumerate(tree["groups"])}, worker
     )
-    on_cpu = gathered_json(tree.get("on_cpu", {}), worker)
+    on_cpu = gather_json(tree.get("on_cpu", {}), worker)
     rest = gather_entries_on_first({name: tree[name] for name in ("own", "other") if name in tree}, worker)
     if states is None or groups is None or rest is None:
         return {}
-    whole = {**tree, **rest, "state": states, "groups": one_group_each(groups.values())}
+    whole = {**tree, **rest, "state": states, "groups": drop_repeated_parameters(groups.values())}
     everywhere = {name: values for each in on_cpu for name, values in each.items()}
     return whole | ({"on_cpu": everywhere} if everywhere else {})
 

@@ -13,7 +13,7 @@ from dtctl.runtime.distributed.worker import Worker
 _TENSOR = "$tensor"
 
 
-def gathered_json(value: Any, worker: Worker, group: dist.ProcessGroup | None = None) -> list[Any]:
+def gather_json(value: Any, worker: Worker, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all workers, in the order of ranks, on every worker; collective.
 
     Args:

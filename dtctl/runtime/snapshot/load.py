@@ -54,7 +54,7 @@ def newest(folder: str | Place, *, into: Mapping[str, Any] | None = None) -> Loa
     if into is not None:
         return _newest_into(folder, into)
     contents: dict[str, memoryview] = {}
-    verdict, rejected = read.newest_good(folder, contents)
+    verdict, rejected = read.find_newest_good(folder, contents)
     if verdict is None or verdict.manifest is None:
         return None
     reasons = tuple(f"{bad.path.name} is {bad.status}: {'; '.join(bad.bad)}" for bad in rejected)

@@ -50,7 +50,7 @@ def verify_commit_record(path: Place) -> SnapshotVerdict:
         return SnapshotVerdict(path=path, step=step, status="incomplete", bad=missing)
     try:
         for name in (layout.COMMIT, layout.MANIFEST):
-            if layout.size_bytes(path / name) > layout.RECORD_BYTES:
+            if layout.read_file_size(path / name) > layout.RECORD_BYTES:
                 bad = f"{name} is larger than {layout.RECORD_BYTES >> 20} MiB"
                 return SnapshotVerdict(path=path, step=step, status="corrupt", bad=(bad,))
         commit, text = (path / layout.COMMIT).read_bytes(), (path / layout.MANIFEST).read_bytes()
@@ -109,7 +109,7 @@ def verify_snapshot(path: Place, contents: Contents | None = None) -> SnapshotVe
 def _read_checked_header(path: Place, content: memoryview | None) -> headers.FileHeader:
     if content is None:
         with path.open("rb") as file:
-            return headers.read_header(file, layout.size_bytes(path))
+            return headers.read_header(file, layout.read_file_size(path))
     header = headers.parse_header(content)
     headers.check_data(header, len(content))
     return header
@@ -136,7 +136,7 @@ def find_file_faults(
 
 def _describe_file_fault(path: Place, entry: layout.SnapshotFile, name: str, contents: Contents | None) -> str | None:
     try:
-        size_bytes = layout.size_bytes(path)
+        size_bytes = layout.read_file_size(path)
         if size_bytes != entry.size_bytes:
             return f"{path.name} has {size_bytes} bytes and should have {entry.size_bytes}"
         buffer: memoryview | None
@@ -145,7 +145,7 @@ def _describe_file_fault(path: Place, entry: layout.SnapshotFile, name: str, con
             digest = layout.compute_bytes_digest(buffer, name)
         else:
             buffer = None if contents is None else layout.allocate_zeroed_memory(size_bytes)
-            digest = layout.file_digest(path, name, buffer)
+            digest = layout.compute_file_digest(path, name, buffer)
         if digest != entry.digest:
             return f"{path.name} does not have the digest that was recorded"
         _read_checked_header(path, buffer)
@@ -158,7 +158,7 @@ def _describe_file_fault(path: Place, entry: layout.SnapshotFile, name: str, con
     return None
 
 
-def newest_good(
+def find_newest_good(
     folder: Place, contents: Contents | None = None
 ) -> tuple[SnapshotVerdict | None, list[SnapshotVerdict]]:
     """Return the newest snapshot that verifies, and the newer ones that did not.

@@ -14,8 +14,8 @@ from dtctl.runtime.snapshot.assembly import Box, TensorEntry
 from dtctl.runtime.snapshot.choose import ChosenSnapshot
 from dtctl.runtime.snapshot.format import headers, layout
 from dtctl.runtime.snapshot.format.packing import DTYPES
-from dtctl.runtime.snapshot.format.pieces import compute_local_box, sharded_like
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.format.pieces import compute_local_box, shard_like
+from dtctl.runtime.snapshot.json_collectives import gather_json
 from dtctl.runtime.snapshot.state import view_tensor_bytes
 
 UNDER_WAY_BYTES: Final = 1 << 28
@@ -44,7 +44,7 @@ def reshard_snapshot_parts(chosen: ChosenSnapshot, wanted: Wanted, worker: Worke
     assert chosen.manifest is not None  # noqa: S101  # for the type checker
     opened = {name: headers.parse_header(content) for name, content in chosen.contents.items()}
     data = {name: chosen.contents[name][header.size_bytes :] for name, header in opened.items()}
-    told = gathered_json([[name, header.tensors, header.tree] for name, header in opened.items()], worker)
+    told = gather_json([[name, header.tensors, header.tree] for name, header in opened.items()], worker)
     every = {name: headers.FileHeader(tensors, tree, 0) for rows in told for name, tensors, tree in rows}
     trees = assembly.assemble_part_trees(
         (chosen.manifest.part_of(name), name, every[name]) for name in chosen.manifest.files
@@ -63,7 +63,7 @@ def reshard_snapshot_parts(chosen: ChosenSnapshot, wanted: Wanted, worker: Worke
         if local is None:
             local = torch.empty(leaf.shape, dtype=DTYPES[leaf.dtype], device="meta")
         elif isinstance(like, torch.Tensor) and mine[number] != 1:
-            local = sharded_like(like, local)
+            local = shard_like(like, local)
         tensors[part][leaf.path] = local
     way.finish()
     chosen.contents.clear()
@@ -89,7 +89,7 @@ def _decode_wanted_box(box: int | list[list[int]], leaf: TensorEntry) -> Box | N
 def _gather_wanted_boxes(mine: list[Any], worker: Worker) -> list[list[Any]]:
     """Return the boxes that each worker needs; a worker that needs everything sends one number instead."""
     plain = mine[0] if mine and all(box == mine[0] for box in mine) and isinstance(mine[0], int) else None
-    told = gathered_json(plain if plain is not None else mine, worker)
+    told = gather_json(plain if plain is not None else mine, worker)
     return [[row] * len(mine) if isinstance(row, int) else row for row in told]
 
 

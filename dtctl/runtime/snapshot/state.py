@@ -123,7 +123,7 @@ def optimizer_tree(
         if key.device.type != "cpu":
             there = {str(what): True for what, value in values.items() if _is_on_cpu(value)}
             on_cpu |= {name: there} if there else {}
-    tree: dict[str, Any] = {"class": class_name(optimizer), "state": state, "groups": groups}
+    tree: dict[str, Any] = {"class": format_class_name(optimizer), "state": state, "groups": groups}
     if other:
         tree["other"] = other
     if on_cpu:
@@ -139,7 +139,7 @@ def _is_on_cpu(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
-def class_name(value: object) -> str:
+def format_class_name(value: object) -> str:
     """Return the name of an object's class, with its module.
 
     For a class of the main script the module is left out, since the script may also be imported by its name.
@@ -174,9 +174,12 @@ def load_optimizer(
     Raises:
         SnapshotError: the optimizer has other parameters or another class.
     """
-    if tree.get("class", class_name(optimizer)).rpartition(".")[2] != class_name(optimizer).rpartition(".")[2]:
+    if (
+        tree.get("class", format_class_name(optimizer)).rpartition(".")[2]
+        != format_class_name(optimizer).rpartition(".")[2]
+    ):
         raise SnapshotError(
-            f"the optimizer of the snapshot is {tree['class']}, and this one is {class_name(optimizer)}",
+            f"the optimizer of the snapshot is {tree['class']}, and this one is {format_class_name(optimizer)}",
             hint="resume with the optimizer that the run began with, or start over with `train.snapshot.dir`",
         )
     names = name_parameters(model, optimizer)
@@ -228,7 +231,7 @@ def _load_own(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> Non
     except Exception as exc:
         text = str(exc).partition("\n")[0]
         raise SnapshotError(
-            f"{class_name(optimizer)}.load_state_dict does not accept the result of its state_dict: {text}",
+            f"{format_class_name(optimizer)}.load_state_dict does not accept the result of its state_dict: {text}",
             where=", ".join(map(str, extra)),
             hint="it gets whole tensors, except for tensors of the size of a divided parameter: these are "
             "DTensors with the placement of the parameter",

@@ -18,7 +18,7 @@ from dtctl.runtime.bits import MODULUS, sum_tensor_part, weigh_name
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.format import headers, layout, packing
 from dtctl.runtime.snapshot.format.pieces import Key, PieceAssignment, extract_local_pieces
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 from dtctl.runtime.snapshot.storage.staging import StagedState
 
 FACT: Final = "state_sum"
@@ -34,7 +34,7 @@ def sum_staged(staged: StagedState) -> int:
     """
     total = 0
     for file in staged.files:
-        part = layout.part_of_piece(f"{file.name}{layout.PART_SUFFIX}") or file.name
+        part = layout.parse_piece_name(f"{file.name}{layout.PART_SUFFIX}") or file.name
         total += _sum_part_tensors(
             part, file.outline, [packing.view_slot_tensor(file.data, slot) for slot in file.outline.slots]
         )
@@ -42,7 +42,7 @@ def sum_staged(staged: StagedState) -> int:
 
 
 @contextmanager
-def computing_state_sum(staged: StagedState) -> Iterator[Future[int]]:
+def start_state_sum(staged: StagedState) -> Iterator[Future[int]]:
     """Return a context in which `sum_staged` is computed while the same bytes are written."""
     with ThreadPoolExecutor(1, thread_name_prefix="state-sum") as pool:
         yield pool.submit(sum_staged, staged)
@@ -60,11 +60,11 @@ def sum_state(parts: Mapping[str, Any], worker: Worker, firsts: Callable[[Key], 
         extract_local_pieces({name: parts[name] for name in PARTS if name in parts})
     )
     own = sum(_sum_part_tensors(part, *packing.build_part_outline(tree)) for part, tree in mine.items())
-    total: int = sum(gathered_json(own, worker)) % MODULUS
+    total: int = sum(gather_json(own, worker)) % MODULUS
     return total
 
 
-def to_fact(total: int) -> str:
+def format_sum(total: int) -> str:
     """Return a sum as text for a manifest, since not every JSON parser has integers of 64 bits."""
     return f"{total:016x}"
 

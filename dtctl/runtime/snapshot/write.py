@@ -70,18 +70,18 @@ def write_staged_snapshot(
 ) -> Place:
     """Write as `save_snapshot_parts` does, but a state that was copied before; may run in another thread.
 
-    `in_memory` selects the digest (`layout.default_hash`). `before_commit` raises an error if the snapshot must not be
+    `in_memory` selects the digest (`layout.choose_hash`). `before_commit` raises an error if the snapshot must not be
     committed. `add_notes` is called with the draft before it is renamed.
     """
-    target, draft = target_and_draft(folder, step, token=str(os.getpid()))
+    target, draft = build_target_and_draft(folder, step, token=str(os.getpid()))
     try:
         make_durable_folder(folder)
         draft.mkdir()
         staged.wait()
-        name = layout.default_hash(in_memory=in_memory)
-        with state_sum.computing_state_sum(staged) as total:
+        name = layout.choose_hash(in_memory=in_memory)
+        with state_sum.start_state_sum(staged) as total:
             entries = {build_part_file_name(file): write_part(draft, file, name) for file in staged.files}
-        facts = {**facts, state_sum.FACT: state_sum.to_fact(total.result())}
+        facts = {**facts, state_sum.FACT: state_sum.format_sum(total.result())}
         before_commit()
         write_commit_record(draft, layout.Manifest(step=step, hash=name, facts=facts, files=entries))
         add_notes(draft)
@@ -98,17 +98,17 @@ def write_staged_snapshot(
     return target
 
 
-def target_and_draft(folder: Place, step: int, *, token: str, name: str | None = None) -> tuple[Place, Place]:
+def build_target_and_draft(folder: Place, step: int, *, token: str, name: str | None = None) -> tuple[Place, Place]:
     """Return the final path of the snapshot of a step, and the path where it is written.
 
     Args:
         folder: folder of all snapshots.
         step: number of optimizer steps done.
         token: token of the writer.
-        name: name by `layout.attempt_name`, if several workers write to a URL.
+        name: name by `layout.build_attempt_name`, if several workers write to a URL.
     """
     if isinstance(folder, RemotePath):  # without a commit record the folder does not count as a snapshot
-        target: Place = folder / (name or layout.attempt_name(step))
+        target: Place = folder / (name or layout.build_attempt_name(step))
         return target, target
     target = layout.build_snapshot_path(folder, step)
     return target, folder / f".{target.name}.{token}{layout.DRAFT_SUFFIX}"

@@ -25,10 +25,10 @@ from torch import nn
 from dtctl.errors import DtctlError, PlanError
 from dtctl.runtime.batch_norm import require_synchronizable
 from dtctl.runtime.console import say
-from dtctl.runtime.distributed.device_mesh import device_mesh, limit_groups
+from dtctl.runtime.distributed.device_mesh import build_device_mesh, limit_groups
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.explain import explained
-from dtctl.runtime.precision import autocast
+from dtctl.runtime.explain import explain_error
+from dtctl.runtime.precision import make_autocast
 from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import blocks, context, trial
 from dtctl.runtime.strategies.ddp import Ddp
@@ -154,10 +154,10 @@ def build_strategy(
     # Their parts of torch take half a second to import, which other strategies do not need.
     from dtctl.runtime.strategies.comparison import RecordedCalls, record_module_calls
     from dtctl.runtime.strategies.pipeline import Pipeline
-    from dtctl.runtime.strategies.sharded import FullySharded, begin_alike, compared_modules
+    from dtctl.runtime.strategies.sharded import FullySharded, begin_alike, list_compared_modules
 
     _warn_of_wide_tensors(degrees, worker)
-    mesh = device_mesh(degrees, worker.device.type)
+    mesh = build_device_mesh(degrees, worker.device.type)
     limit_groups(config.timeout_s)
     is_fsdp = degrees.fsdp > 1 and degrees.dp * degrees.fsdp == degrees.workers  # or hsdp
     # The other workers are training already and have tried the model, so a replacement does not.
@@ -167,10 +167,10 @@ def build_strategy(
             limit_groups(config.timeout_s)  # this includes groups that the strategy has made
             return sharded
         except (AssertionError, RuntimeError, ValueError) as exc:
-            raise explained(exc) or exc from exc
+            raise explain_error(exc) or exc from exc
     begin_alike(model)
-    halves = autocast(config.precision, worker.device)
-    names = compared_modules(model, config, degrees)
+    halves = make_autocast(config.precision, worker.device)
+    names = list_compared_modules(model, config, degrees)
     parts = blocks.find_repeated_blocks(model, config.blocks) if degrees.pp > 1 else None
     with trial.BlockInputRecorder(parts) as stream:
         with record_module_calls(model, names) as calls:
@@ -195,7 +195,7 @@ def build_strategy(
         except DtctlError:
             raise
         except Exception as exc:  # the model's code may raise any error for divided tensors
-            raise explained(exc) or PlanError(
+            raise explain_error(exc) or PlanError(
                 f"divided as {degrees}, the model cannot be computed: {str(exc).strip().partition(chr(10))[0]}",
                 where="train.tp.plan" if degrees.tp > 1 else "train.strategy",
                 hint='its code does not allow this; see "What the model must be like" in docs/strategies.md',

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from dtctl.errors import DtctlError
-from dtctl.runtime.randomness import preserving_rng_states
+from dtctl.runtime.randomness import preserve_rng_states
 
 SEED: Final = 20200
 
@@ -190,7 +190,7 @@ def copy_with_random_weights(module: nn.Module, dtype: torch.dtype | None) -> nn
 
 
 @contextmanager
-def evaluating_module(module: nn.Module) -> Iterator[None]:
+def set_evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Return a context in which a module is in evaluation mode, but gradients can be computed.
 
     cuDNN computes gradients of a recurrent layer only in training mode, so such layers stay in it, without dropout.
@@ -229,7 +229,7 @@ def compute_outputs_and_gradients(
     parameters = {name: value for name, value in module.named_parameters() if value.requires_grad}
     floats = [leaf for leaf in leaves if _is_float(leaf)]
     device = next((value.device for value in (*parameters.values(), *floats)), torch.device("cpu"))
-    with evaluating_module(module), preserving_rng_states(device, SEED), torch.enable_grad():
+    with set_evaluation_mode(module), preserve_rng_states(device, SEED), torch.enable_grad():
         with context:
             results = tree_flatten(module(*arguments.args, **arguments.kwargs))[0]
         outputs = [put_together(value) for value in results if _is_float(value)]
@@ -306,7 +306,7 @@ class ModuleComparison:
         module.get_submodule(target).register_forward_pre_hook(lambda _, args: seen.update(target=args[0]))
         _, arguments = _prepare_arguments(self._call, self._dtype)
         device = next((value.device for value in module.parameters()), torch.device("cpu"))
-        with evaluating_module(module), preserving_rng_states(device, SEED), torch.enable_grad(), self._context:
+        with set_evaluation_mode(module), preserve_rng_states(device, SEED), torch.enable_grad(), self._context:
             module(*arguments.args, **arguments.kwargs)
             if seen.keys() != {"source", "target"} or not seen["target"].requires_grad:
                 return True
@@ -377,12 +377,12 @@ class ModuleComparison:
         shares = []
         for _, one, other in rows:
             mean = _sum_over_group(one, other, group, divide_by=group.size()) if averaged else other
-            shares.append(relative_difference(one, mean, least))
+            shares.append(compute_relative_difference(one, mean, least))
         added = []
         for name, value in whole.of_parameters.items():
             part = found.of_parameters[name]
             added.append(
-                relative_difference(value, _sum_over_group(value, part, group) if name in own else part, least)
+                compute_relative_difference(value, _sum_over_group(value, part, group) if name in own else part, least)
             )
         values = _largest_over([*shares, *added], device, group)
         differences = self._output_differences(found.outputs, device, group)
@@ -401,7 +401,9 @@ class ModuleComparison:
         whole = self.whole.outputs
         # An output that exists on one side only cannot be compared.
         shares = [0.0 if len(whole) == len(outputs) else inf]
-        shares += [relative_difference(one, other.detach(), 0.0) for one, other in zip(whole, outputs, strict=False)]
+        shares += [
+            compute_relative_difference(one, other.detach(), 0.0) for one, other in zip(whole, outputs, strict=False)
+        ]
         texts = ["number of outputs", "output", *(f"output {index}" for index in range(1, len(whole)))]
         values = _largest_over(shares + [0.0] * (1 + len(whole) - len(shares)), device, group)
         return [ModuleDifference(share, text) for share, text in zip(values, texts, strict=False)]
@@ -446,14 +448,18 @@ def _sum_over_group(
     return total / divide_by
 
 
-def largest_difference(whole: Mapping[str, torch.Tensor], divided: Mapping[str, torch.Tensor]) -> tuple[float, str]:
+def find_largest_difference(
+    whole: Mapping[str, torch.Tensor], divided: Mapping[str, torch.Tensor]
+) -> tuple[float, str]:
     """Return the largest relative difference between gradients of the same name, and that name."""
     least = 1e-1 * max(map(_compute_vector_norm, whole.values()), default=0.0)
-    shares = {name: relative_difference(whole.get(name), divided.get(name), least) for name in {**whole, **divided}}
+    shares = {
+        name: compute_relative_difference(whole.get(name), divided.get(name), least) for name in {**whole, **divided}
+    }
     return max(((inf if isnan(share) else share, name) for name, share in shares.items()), default=(0.0, ""))
 
 
-def relative_difference(one: torch.Tensor | None, other: torch.Tensor | None, least: float) -> float:
+def compute_relative_difference(one: torch.Tensor | None, other: torch.Tensor | None, least: float) -> float:
     """Return the norm of a difference relative to the norm, or to `least` if that is larger; None counts as zero."""
     if one is None and other is None:
         return 0.0

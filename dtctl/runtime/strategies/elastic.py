@@ -21,7 +21,7 @@ from dtctl.runtime import randomness
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.step import Step
 from dtctl.runtime.strategies.single import Single
-from dtctl.train.compatibility import not_elastic
+from dtctl.train.compatibility import build_not_elastic_error
 from dtctl.train.config import TrainConfig
 
 
@@ -32,10 +32,14 @@ def require_for(config: TrainConfig, model: nn.Module) -> None:
         PlanError: the sizes of a batch or the model do not work with `exact: elastic`, with the reason.
     """
     if config.global_batch is None or config.micro_batch is None:
-        raise not_elastic("the shards follow from train.global_batch and train.micro_batch, which must both be set")
+        raise build_not_elastic_error(
+            "the shards follow from train.global_batch and train.micro_batch, which must both be set"
+        )
     for name, module in model.named_modules():
         if getattr(module, "running_mean", None) is not None:
-            raise not_elastic(f"{name} keeps running statistics, which depend on what else its worker has seen")
+            raise build_not_elastic_error(
+                f"{name} keeps running statistics, which depend on what else its worker has seen"
+            )
 
 
 class GradientShards:
@@ -83,7 +87,7 @@ class GradientShards:
         if now != self._versions:
             pairs = zip(self._buffers, now, self._versions or now, strict=True)
             changed = next(name for (name, _, _), is_now, was in pairs if is_now != was)
-            raise not_elastic(
+            raise build_not_elastic_error(
                 f"the buffer {changed} changes in a training pass, depending on the samples of its worker"
             )
 
@@ -171,7 +175,7 @@ class Elastic(Single):
             batch = step.read(index)
             losses.append(step.backward(self.module, batch, len(indices) / step.samples, len(indices)))
             if step.weights:
-                raise not_elastic("the loss counts tokens, of which each worker has another number")
+                raise build_not_elastic_error("the loss counts tokens, of which each worker has another number")
             shards.require_constant()
             shards.add()
         shards.finish()

@@ -26,7 +26,7 @@ from dtctl.runtime.snapshot.json_collectives import merge_tree_tensors, split_tr
 from dtctl.runtime.step import Step
 from dtctl.runtime.strategies import blocks, comparison, gradients, sharded, stages, tensor, trial, unused, whole_steps
 from dtctl.runtime.strategies.single import StatelessStrategy
-from dtctl.train.compatibility import ONE_STAGE, stages_per_worker
+from dtctl.train.compatibility import ONE_STAGE, count_stages_per_worker
 from dtctl.train.config import PipelineConfig, TrainConfig
 from dtctl.train.mesh import Degrees
 
@@ -72,7 +72,7 @@ class Pipeline(StatelessStrategy):
             PlanError: the model cannot be cut in this way.
         """
         options = config.pipeline
-        per_worker = stages_per_worker(config.pipeline)
+        per_worker = count_stages_per_worker(config.pipeline)
         parts = blocks.find_repeated_blocks(model, config.blocks)
         if parts is None:
             raise PlanError(
@@ -150,7 +150,9 @@ class Pipeline(StatelessStrategy):
         gradients.sum_gradients_over_group(self._outside, self._mesh["pp"].get_group())
         if self._degrees.data > 1:
             replicated = self._outside if self._degrees.shards > 1 else [*self._outside, *self._own]
-            gradients.sum_gradients_over_group(replicated, sharded.data_group(self._mesh), divide_by=self._degrees.data)
+            gradients.sum_gradients_over_group(
+                replicated, sharded.find_data_group(self._mesh), divide_by=self._degrees.data
+            )
 
     def try_gradients(self, probe: trial.Probe) -> None:
         """Compute the gradients of one batch as a step does, without dropout; collective.
@@ -161,7 +163,7 @@ class Pipeline(StatelessStrategy):
             probe: computes the loss of the batch.
         """
         count = self._degrees.pp
-        with comparison.evaluating_module(self.module), torch.enable_grad():
+        with comparison.set_evaluation_mode(self.module), torch.enable_grad():
             self._run_pipeline_passes([(None, 1.0)] * count, lambda model, _: probe(model), None)
             self.finish()
         for parameter in gradients.list_trained_parameters(self.module):

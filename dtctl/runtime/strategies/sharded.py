@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from dtctl.errors import PlanError
-from dtctl.runtime.distributed.device_mesh import context_group, device_mesh, expert_mesh
+from dtctl.runtime.distributed.device_mesh import build_context_group, build_device_mesh, build_expert_mesh
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.moe import divide, recognize
 from dtctl.runtime.moe.layer import MoE
@@ -73,7 +73,7 @@ class FullySharded(StatelessStrategy):
             worker: this worker.
             degrees: degrees of the mesh; pp is 1.
             mesh: mesh with all axes.
-            seen: calls of `compared_modules`, with which every divided module is compared. None: no comparison.
+            seen: calls of `list_compared_modules`, with which every divided module is compared. None: no comparison.
 
         Raises:
             PlanError: an option needs another device, the model cannot be split, or a part of it computes another
@@ -86,9 +86,9 @@ class FullySharded(StatelessStrategy):
         self._mesh = mesh
         self._shares_buffers = degrees.data * degrees.cp > 1 and _has_kept_buffers(model)
         if self._shares_buffers:
-            data_group(mesh)  # before any change, since it can fail to make a group
+            find_data_group(mesh)  # before any change, since it can fail to make a group
         found = blocks.find_repeated_blocks(model, config.blocks)
-        group = context_group(degrees, worker.device.type) if degrees.cp > 1 else None
+        group = build_context_group(degrees, worker.device.type) if degrees.cp > 1 else None
         if group is not None and seen is not None:
             context.require_equal_blocks(found, group, seen)
         if degrees.tp > 1:
@@ -147,12 +147,12 @@ class FullySharded(StatelessStrategy):
         Replacements make their groups in the same order, and all groups are made before anything is changed. This does
         not apply to tp and cp, which have other groups.
         """
-        mesh = device_mesh(degrees, worker.device.type)
+        mesh = build_device_mesh(degrees, worker.device.type)
         if self._shares_buffers:
-            data_group(mesh)
+            find_data_group(mesh)
         meshes = [(self._mesh, mesh)]
         if self._experts is not None:
-            meshes.append((self._experts.mesh, expert_mesh(degrees, worker.device.type)))
+            meshes.append((self._experts.mesh, build_expert_mesh(degrees, worker.device.type)))
         regroup.replace_mesh_groups(meshes)
         regroup.apply_mesh_groups(self.module)
         if self._experts is not None:
@@ -189,7 +189,7 @@ class ShardedExperts:
 
     modules: Sequence[nn.Module]
     mesh: DeviceMesh
-    """Mesh that `expert_mesh` returns."""
+    """Mesh that `build_expert_mesh` returns."""
 
     @property
     def replica_mesh(self) -> DeviceMesh | None:
@@ -198,7 +198,7 @@ class ShardedExperts:
         return over if over.size() > 1 else None
 
 
-def compared_modules(model: nn.Module, config: TrainConfig, degrees: Degrees) -> list[str]:
+def list_compared_modules(model: nn.Module, config: TrainConfig, degrees: Degrees) -> list[str]:
     """Return the names of modules that may be compared before they are divided over tp, cp and ep.
 
     Raises:
@@ -207,7 +207,7 @@ def compared_modules(model: nn.Module, config: TrainConfig, degrees: Degrees) ->
     found = blocks.find_repeated_blocks(model, config.blocks)
     names: list[str] = []
     if degrees.tp > 1:
-        names += tensor.compared_modules(tensor.choose_split(model, found, config.tp, degrees.tp))
+        names += tensor.list_split_modules(tensor.choose_split(model, found, config.tp, degrees.tp))
     if degrees.cp > 1 and found is not None:
         names += found.names
     if degrees.ep > 1:
@@ -231,7 +231,7 @@ def spread_experts(
         PlanError: the model has no experts, their number cannot be divided by the workers, or they compute another
             result if they are divided.
     """
-    apart = expert_mesh(degrees, worker.device.type)
+    apart = build_expert_mesh(degrees, worker.device.type)
     alike = mesh["tp"].get_group() if degrees.tp > 1 else None
     if seen is not None:
         divide.require_equal_experts(model, apart, alike, seen)
@@ -416,7 +416,9 @@ def keep_buffers_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
     def bring(module: nn.Module, *_: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            group = data_group(mesh)  # looked up at each pass, since a replacement of a lost worker changes the group
+            group = find_data_group(
+                mesh
+            )  # looked up at each pass, since a replacement of a lost worker changes the group
             source = dist.get_global_rank(group, 0)
             for name, buffer in model.named_buffers():
                 if name in state and not isinstance(buffer, DTensor):
@@ -431,7 +433,7 @@ def _has_kept_buffers(model: nn.Module) -> bool:
     return any(name in state for name, _ in model.named_buffers())
 
 
-def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+def find_data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the group of the workers that have the same part of the model and other samples."""
     over = mesh["dp", "fsdp"]._flatten("data") if "dp" in (mesh.mesh_dim_names or ()) else mesh["fsdp"]
     return over.get_group()

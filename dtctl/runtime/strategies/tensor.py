@@ -44,7 +44,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from dtctl.errors import PlanError
-from dtctl.runtime.explain import explained
+from dtctl.runtime.explain import explain_error
 from dtctl.runtime.strategies import tensor_parts
 from dtctl.runtime.strategies.blocks import RepeatedBlocks
 from dtctl.runtime.strategies.comparison import (
@@ -90,7 +90,7 @@ def split_model_matrices(
         found: blocks of the model.
         config: settings of the plan and of sequence parallelism.
         mesh: mesh with the one axis tp.
-        seen: calls of `compared_modules`. None: no comparison.
+        seen: calls of `list_split_modules`. None: no comparison.
 
     Raises:
         PlanError: the plan does not fit the model, or a module computes another result if it is split.
@@ -144,7 +144,7 @@ def _find_tied_parameters(model: nn.Module) -> list[list[str]]:
     return [group for group in names.values() if len(group) > 1]
 
 
-def compared_modules(split: TensorParallelPlan) -> list[str]:
+def list_split_modules(split: TensorParallelPlan) -> list[str]:
     """Return the names of all modules that may be compared: those that are split, and those that contain them."""
     around: dict[str, None] = {}
     for name in split.styles:
@@ -186,7 +186,7 @@ def compare_split(
         config: settings of the plan and of sequence parallelism.
         mesh: mesh with the one axis tp.
         split: plan from `choose_split`.
-        seen: calls of `compared_modules`.
+        seen: calls of `list_split_modules`.
 
     Returns:
         The split, with the parts of fused matrices and the parameters whose gradients are added up.
@@ -223,7 +223,7 @@ def compare_split(
                 break
         else:
             assert difference is not None  # noqa: S101  # for the type checker: there is an attempt at least
-            known = explained(difference.error) if difference.error is not None else None
+            known = explain_error(difference.error) if difference.error is not None else None
             raise known or _build_split_error(
                 unit or type(model).__name__, entries, difference, mesh.size()
             ) from difference.error
@@ -465,7 +465,7 @@ def require_divisible_modules(model: nn.Module, plan: Mapping[str, str], degree:
 def _check_parts(name: str, style: str, size: int, degree: int) -> None:
     if not (shares := parse_fused_proportions(style)):
         return
-    parts = tensor_parts.part_sizes(shares, size)
+    parts = tensor_parts.compute_part_sizes(shares, size)
     if not parts or any(part % degree for part in parts):
         raise PlanError(
             f"{name} has {size} outputs, which cannot be {style.partition('-')[2]} parts that {degree} workers divide",

@@ -36,12 +36,12 @@ class FusedColwise(ColwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         outputs = len(module.get_parameter("weight"))
         divided = super()._apply(module, device_mesh)
-        exchange = _OutputExchange(part_sizes(self._proportions, outputs), device_mesh)
+        exchange = _OutputExchange(compute_part_sizes(self._proportions, outputs), device_mesh)
         divided.register_forward_hook(exchange)
         return divided
 
 
-def part_sizes(proportions: Sequence[int], outputs: int) -> list[int]:
+def compute_part_sizes(proportions: Sequence[int], outputs: int) -> list[int]:
     """Return the number of outputs in each part of a fused matrix; empty if they cannot be divided so."""
     unit, rest = divmod(outputs, sum(proportions))
     return [] if rest else [unit * share for share in proportions]

@@ -23,7 +23,12 @@ from torch import nn
 from dtctl.errors import PlanError
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.strategies.blocks import RepeatedBlocks
-from dtctl.runtime.strategies.comparison import evaluating_module, largest_difference, put_together, relative_difference
+from dtctl.runtime.strategies.comparison import (
+    compute_relative_difference,
+    find_largest_difference,
+    put_together,
+    set_evaluation_mode,
+)
 
 if TYPE_CHECKING:
     from typing import Self  # since Python 3.11
@@ -63,7 +68,7 @@ def measure_whole_model(
 
 def measure_loss(probe: Probe, model: nn.Module) -> float:
     """Return the loss without dropout, and leave the model in its present mode."""
-    with evaluating_module(model), torch.no_grad():
+    with set_evaluation_mode(model), torch.no_grad():
         return float(probe(model))
 
 
@@ -71,7 +76,7 @@ def compute_gradients(probe: Probe, model: nn.Module, found: RepeatedBlocks) -> 
     """Return the gradients of trained parameters outside of blocks, by name, and remove all gradients."""
     inside = {parameter for block in found.modules for parameter in block.parameters()}
     names = [name for name, value in model.named_parameters() if value.requires_grad and value not in inside]
-    with evaluating_module(model), torch.enable_grad():
+    with set_evaluation_mode(model), torch.enable_grad():
         probe(model).backward()  # type: ignore[no-untyped-call]
     return take_gradients(model, names)
 
@@ -109,7 +114,7 @@ def require_results_alone(probe: Probe, model: nn.Module, found: RepeatedBlocks 
 
     model.__dict__["forward"] = without_graph
     try:
-        with evaluating_module(model), torch.enable_grad():
+        with set_evaluation_mode(model), torch.enable_grad():
             reached = _parameters_behind(probe(model))
     finally:
         del model.__dict__["forward"]
@@ -235,7 +240,7 @@ class BlockInputRecorder:
             self._whole[key] = value.detach().clone()
             return
         before = self._whole.get(key)
-        share = math.inf if before is None else relative_difference(before, value.detach(), 1e-12)
+        share = math.inf if before is None else compute_relative_difference(before, value.detach(), 1e-12)
         self._worst = max(self._worst, math.inf if math.isnan(share) else share)
 
 
@@ -268,7 +273,7 @@ def require_agreement(
         PlanError: the difference on any worker is larger than rounding; raised on every worker.
     """
     near = abs(whole - divided) <= rounding * max(1.0, abs(whole))  # false for NaN
-    share, name = largest_difference(*gradients)
+    share, name = find_largest_difference(*gradients)
     flags = [not near, not stream <= rounding, not share <= rounding]
     bad, apart, unequal = worker.sum(torch.tensor([float(flag) for flag in flags])).tolist()
     if bad:

@@ -60,7 +60,7 @@ PEAKS: Final[dict[str, PeakFlops]] = {
 }
 
 
-def peak_flops(name: str, precision: str) -> float | None:
+def find_peak_flops(name: str, precision: str) -> float | None:
     """Return the largest number of floating point operations per second of a device; None if unknown.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from dtctl.runtime.distributed.worker import Worker
-from dtctl.runtime.telemetry.hardware import peak_flops
+from dtctl.runtime.telemetry.hardware import find_peak_flops
 
 GIB: Final = float(1 << 30)
 AHEAD: Final = 8
@@ -188,7 +188,7 @@ class ModelFlopsUtilization:
             flops_per_sample: floating point operations for a sample, forward and backward; None if unknown.
         """
         name = torch.cuda.get_device_name(worker.device) if worker.device.type == "cuda" else ""
-        peak = peak_flops(name, precision)
+        peak = find_peak_flops(name, precision)
         self._share = flops_per_sample / (peak * worker.world_size) if peak and flops_per_sample else None
 
     def compute_mfu(self, samples_per_s: float) -> dict[str, float]:
@@ -196,8 +196,8 @@ class ModelFlopsUtilization:
         return {} if self._share is None else {"mfu": round(self._share * samples_per_s, 4)}
 
 
-def flops_per_sample(model: torch.nn.Module, tokens_per_sample: int | None) -> float | None:
-    """Return the model's own `flops_per_sample`, else 6 per parameter and token (Kaplan et al. 2020, 2.1)."""
+def estimate_flops_per_sample(model: torch.nn.Module, tokens_per_sample: int | None) -> float | None:
+    """Return the model's own `estimate_flops_per_sample`, else 6 per parameter and token (Kaplan et al. 2020, 2.1)."""
     told = getattr(model, "flops_per_sample", None)
     if told is not None:
         return float(told)

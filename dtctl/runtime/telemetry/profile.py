@@ -113,7 +113,7 @@ class Profiler:
 
 
 @contextmanager
-def kept_buffers(model: torch.nn.Module) -> Iterator[None]:
+def keep_buffers(model: torch.nn.Module) -> Iterator[None]:
     """Return a context that restores a model's buffers at its end."""
     before = [buffer.clone() for buffer in model.buffers()]
     try:

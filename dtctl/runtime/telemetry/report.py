@@ -53,7 +53,9 @@ class TrainingReport:
         self._board = Path(os.environ.get(names.RUN_DIR, ""), config.tensorboard) if config.tensorboard else board
         self._tokens = tokens_per_sample
         computed = "tf32" if config.tf32 and config.precision == "fp32" else config.precision
-        self._use = meter.ModelFlopsUtilization(worker, computed, meter.flops_per_sample(model, tokens_per_sample))
+        self._use = meter.ModelFlopsUtilization(
+            worker, computed, meter.estimate_flops_per_sample(model, tokens_per_sample)
+        )
         self._metrics: MetricsWriter | None = None
         self._steps = 0
         self._parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -30,7 +30,7 @@ from dtctl.supervisor.messages.base import (
     Message,
     Quit,
     Refusal,
-    by_op,
+    index_message_types,
 )
 
 SIGNAL = make_nullable_check(make_integer_check(1, 64))
@@ -363,8 +363,10 @@ class StacksEnd(Message):
     op = "stacks-end"
 
 
-RUN_REQUESTS = by_op(StartAttempt, StandBy, StopAttempt, Quit, ProbePorts, Attach, RequestStacks, Ping, Heal, Join)
-WHILE_RUNNING = by_op(
+RUN_REQUESTS = index_message_types(
+    StartAttempt, StandBy, StopAttempt, Quit, ProbePorts, Attach, RequestStacks, Ping, Heal, Join
+)
+WHILE_RUNNING = index_message_types(
     AttemptStarted, PreloadSkipped, WorkerExit, AttemptStopped, Pong, ProgressReport, PortProbed, LogGap, MetricsBegin,
     WorkerStack, StacksEnd, StopRequested, LiveReport, Refusal,
 )  # fmt: skip

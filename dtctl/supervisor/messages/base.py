@@ -56,7 +56,7 @@ class StillWorking(Message):
     op = "working"
 
 
-def by_op(*kinds: type[Message]) -> dict[str, type[Message]]:
+def index_message_types(*kinds: type[Message]) -> dict[str, type[Message]]:
     """Return types of messages by their `op`."""
     return {kind.op: kind for kind in kinds}
 

@@ -14,7 +14,7 @@ from dtctl.schema import (
     make_two_item_check,
     mapping_of,
 )
-from dtctl.supervisor.messages.base import COUNT, NAME, PORT, TEXT, Message, by_op
+from dtctl.supervisor.messages.base import COUNT, NAME, PORT, TEXT, Message, index_message_types
 
 TYPE_CHECKING = False  # typing is slow to import on a node
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class QueryPython(Message):
     limit_s: float = define_record_key(check_number)
 
 
-PROBE_REQUESTS = by_op(
+PROBE_REQUESTS = index_message_types(
     QueryTime, QueryFacts, QueryJobPython, OpenPorts, OpenSampledPorts, CallNodes, MeasureLink,
     QueryNetworkSettings, WriteMarks, FindMarks, RemoveMarks, StartPython, QueryPython,
 )  # fmt: skip

@@ -30,17 +30,17 @@ def format_amd_gpu_rows(devices: list, ask: object) -> tuple:  # type: ignore[ty
     gpus, error = [], ""
     if shutil.which("amd-smi"):
         said, error = ask(_STATIC)  # type: ignore[operator]
-        gpus = of_amd_smi(said, ask(_METRIC)[0]) if not error else []  # type: ignore[operator]
+        gpus = parse_amd_smi(said, ask(_METRIC)[0]) if not error else []  # type: ignore[operator]
     if not gpus and (shutil.which("rocm-smi") or not error):
         said, failed = ask(_ROCM)  # type: ignore[operator]
-        gpus, error = of_rocm_smi(said), failed if failed or not error else ""
+        gpus, error = parse_rocm_smi(said), failed if failed or not error else ""
     errors = [read_uncorrected_errors(device) for device in devices]
     return "\n".join(
         ", ".join([*row, errors[at] if at < len(errors) else UNKNOWN]) for at, row in enumerate(gpus)
     ), error
 
 
-def of_amd_smi(static: str, metric: str) -> list:  # type: ignore[type-arg]
+def parse_amd_smi(static: str, metric: str) -> list:  # type: ignore[type-arg]
     """Return index, name, MiB used, MiB in total and driver of each GPU, from amd-smi's JSON of ROCm 6 and 7."""
     used = {one.get("gpu"): one.get("mem_usage") for one in _parse_gpu_objects(metric)}
     gpus = []
@@ -77,8 +77,8 @@ def _format_number_field(value: object) -> str:
     return text if text.isdigit() else UNKNOWN
 
 
-def of_rocm_smi(text: str) -> list:  # type: ignore[type-arg]
-    """Return the columns of `of_amd_smi` from rocm-smi's JSON."""
+def parse_rocm_smi(text: str) -> list:  # type: ignore[type-arg]
+    """Return the columns of `parse_amd_smi` from rocm-smi's JSON."""
     try:
         cards = json.loads(text)
         driver = str(cards.get("system", {}).get("Driver version", ""))

@@ -51,7 +51,7 @@ def gather_device_facts() -> dict:  # type: ignore[type-arg]
     `vendor` is nvidia or amd, and decides the tool: nvidia-smi, or amd-smi, or rocm-smi on older systems. `gpu_error`
     is the tool's error message; `xid_source` is the program that printed the kernel's messages, empty if none could.
     """
-    nvidia, others = node_facts.nvidia_devices(), node_facts.amd_devices()
+    nvidia, others = node_facts.list_nvidia_devices(), node_facts.list_amd_devices()
     facts = {
         "gpus": len(nvidia) or len(others),
         "vendor": "",
@@ -66,14 +66,14 @@ def gather_device_facts() -> dict:  # type: ignore[type-arg]
         facts["vendor"] = "amd"
         facts["gpu"], facts["gpu_error"] = amd.format_amd_gpu_rows(others, lambda argv: run(argv, AMD_LIMIT_S))
         facts["state"] = amd.format_amd_gpu_state(others)
-        facts["xid"], facts["xid_source"] = kernel_errors(time.time())
+        facts["xid"], facts["xid_source"] = read_kernel_errors(time.time())
         return facts
     if not nvidia and not shutil.which("nvidia-smi"):
         return facts
     asked = ["nvidia-smi", "--query-gpu=" + _GPU, "--format=csv,noheader,nounits"]
     with ThreadPoolExecutor(len(_QUERIES) + 2) as pool:
         rows = pool.submit(run, asked, SMI_LIMIT_S)
-        messages = pool.submit(kernel_errors, time.time())
+        messages = pool.submit(read_kernel_errors, time.time())
         said = pool.map(lambda argv: read_tool_output(argv, SMI_LIMIT_S), _QUERIES.values())
         facts.update(zip(_QUERIES, said))  # noqa: B905 - Python 3.8 has no `strict`
     # If one GPU is lost, the tool fails, but its output about the other GPUs counts.
@@ -84,18 +84,18 @@ def gather_device_facts() -> dict:  # type: ignore[type-arg]
     return facts
 
 
-def kernel_errors(now: float) -> tuple:  # type: ignore[type-arg]
+def read_kernel_errors(now: float) -> tuple:  # type: ignore[type-arg]
     """Return the kernel's messages about GPU errors of the last day, and the program that printed them; empty: none."""
     for argv in _KERNEL:
         said, error = run(argv, TOOL_LIMIT_S)
         if said and not error:
             of_gpus = (line for line in said.splitlines() if _XID in line or _AMD.search(line))
-            lines = [line for line in of_gpus if now - told_at(line, now) <= RECENT_S]
+            lines = [line for line in of_gpus if now - parse_line_time(line, now) <= RECENT_S]
             return "\n".join(lines)[-8192:], argv[0]
     return "", ""
 
 
-def told_at(line: str, now: float) -> float:
+def parse_line_time(line: str, now: float) -> float:
     """Return the time of a line of the kernel's log, by the clock of `now`; `now` itself if the line has none."""
     try:
         return time.mktime(time.strptime(line[:19], "%Y-%m-%dT%H:%M:%S"))
@@ -135,7 +135,7 @@ def read_rdma_ports() -> list:  # type: ignore[type-arg]
         for port in sorted(os.listdir(os.path.join(RDMA, device, "ports"))):
             folder = os.path.join(RDMA, device, "ports", port)
             said = {name: read_small_file(os.path.join(folder, name)) for name in ("state", "rate", "link_layer")}
-            roce, verbs = node_facts.roce_address(folder), node_facts.check_rdma_access(device)
+            roce, verbs = node_facts.detect_roce_address(folder), node_facts.check_rdma_access(device)
             ports.append({"device": device, "port": port, "roce": roce, "verbs": verbs, **said})
     return ports
 

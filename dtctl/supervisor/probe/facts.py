@@ -43,9 +43,9 @@ def gather_probe_facts(request: QueryFacts) -> dict:  # type: ignore[type-arg]
         **places.gather_place_facts(workdir, env),
         "looked_up": resolve_host_names([*request.names, hostname]),
         "interfaces": list_network_interfaces(),
-        "addresses": local_addresses(),
-        "reached_at": basic.server_address(),
-        "ways": {peer: node_facts.interface_towards(peer) for peer in request.peers},
+        "addresses": list_local_addresses(),
+        "reached_at": basic.find_server_address(),
+        "ways": {peer: node_facts.find_interface_towards(peer) for peer in request.peers},
         "neighbours": list_fixed_neighbours(request.peers),
         "missing": [path for path in request.paths if not os.path.exists(os.path.expanduser(path))],
         "env": {name: value for name, value in os.environ.items() if name.startswith(WATCHED)},
@@ -98,7 +98,7 @@ def list_network_interfaces() -> list:  # type: ignore[type-arg]
         rows.append(
             {
                 "name": name,
-                "address": node_facts.ipv4_of(name),
+                "address": node_facts.read_interface_ipv4(name),
                 "mtu": struct.unpack_from("i", _query_interface(name, _SIOCGIFMTU))[0],
                 "up": bool(struct.unpack_from("H", _query_interface(name, _SIOCGIFFLAGS))[0] & _IFF_UP),
                 "mac": ":".join("%02x" % byte for byte in _query_interface(name, _SIOCGIFHWADDR)[2:8]),
@@ -117,7 +117,7 @@ def _query_interface(interface: str, request: int) -> bytes:
             return bytes(240)
 
 
-def local_addresses() -> list:  # type: ignore[type-arg]
+def list_local_addresses() -> list:  # type: ignore[type-arg]
     """Return all IPv4 addresses of this machine, including secondary ones, from the kernel's routing trie."""
     addresses, address = [], ""
     for line in devices.read_small_file("/proc/net/fib_trie").splitlines():
@@ -137,7 +137,7 @@ def list_fixed_neighbours(peers: list) -> dict:  # type: ignore[type-arg]
 
 def read_nccl_configs() -> dict:  # type: ignore[type-arg]
     """Return the text of each configuration file of NCCL that exists, or of RCCL with AMD's GPUs, by path."""
-    name = "rccl" if node_facts.amd_devices() and not node_facts.nvidia_devices() else "nccl"
+    name = "rccl" if node_facts.list_amd_devices() and not node_facts.list_nvidia_devices() else "nccl"
     own = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.%s.conf" % name)
     return {path: devices.read_small_file(path) for path in ("/etc/%s.conf" % name, own) if os.path.isfile(path)}
 

@@ -19,7 +19,7 @@ def gather_process_limits() -> dict:  # type: ignore[type-arg]
         "limits": {name: resource.getrlimit(getattr(resource, "RLIMIT_" + name.upper())) for name in _RLIMITS},
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "machine_cpus": os.cpu_count() or 0,
-        "cpu_quota": node_facts.cpu_quota(),
+        "cpu_quota": node_facts.read_cpu_quota(),
         "memory_limit": int(_find_smallest_limit("memory", _read_memory_limit)),
         "memory_free": _read_meminfo_bytes("MemAvailable"),
         "pids_free": int(_find_smallest_limit("pids", _read_free_pids)),
@@ -27,7 +27,7 @@ def gather_process_limits() -> dict:  # type: ignore[type-arg]
     }
 
 
-def given_out() -> list:  # type: ignore[type-arg]
+def read_ephemeral_ports() -> list:  # type: ignore[type-arg]
     """Return the first and last port that the kernel assigns; empty if these ports are few, so that each is needed."""
     ports = _read_port_range()
     return ports if len(ports) == 2 and ports[1] - ports[0] >= MANY_PORTS else []
@@ -39,7 +39,9 @@ def _read_port_range() -> list:  # type: ignore[type-arg]
 
 def _find_smallest_limit(controller: str, limit_of) -> float:  # type: ignore[no-untyped-def]
     """Return the smallest limit from this process's control group up to the root; -1 without any."""
-    limits = [limit for folder in node_facts.control_groups(controller) for limit in [limit_of(folder)] if limit >= 0]
+    limits = [
+        limit for folder in node_facts.list_control_groups(controller) for limit in [limit_of(folder)] if limit >= 0
+    ]
     return min(limits) if limits else -1
 
 

@@ -70,12 +70,15 @@ class ProbeRequests(NodeRequests):
 
     def report_time(self, _: QueryTime) -> dict:  # type: ignore[type-arg]
         """Return the time, and whether there are GPUs, whose queries take longer."""
-        return {"time": time.time(), "gpus": len(node_facts.nvidia_devices()) or len(node_facts.amd_devices())}
+        return {
+            "time": time.time(),
+            "gpus": len(node_facts.list_nvidia_devices()) or len(node_facts.list_amd_devices()),
+        }
 
     def describe_job_python(self, request: QueryJobPython) -> dict:  # type: ignore[type-arg]
         """Return the facts about the job's Python, or the reason why it does not start."""
         env = {**os.environ, **request.env}
-        return {"job": python.job_python(request.python, env, request.code, request.beside)}
+        return {"job": python.examine_job_python(request.python, env, request.code, request.beside)}
 
     def open_ports(self, request: OpenPorts) -> dict:  # type: ignore[type-arg]
         """Open ports for the calls of other nodes."""
@@ -84,7 +87,7 @@ class ProbeRequests(NodeRequests):
 
     def open_spread(self, request: OpenSampledPorts) -> dict:  # type: ignore[type-arg]
         """Open one port in each part of the range from which the kernel assigns ports, and of the range `meeting`."""
-        ears, given = self._ears, limits.given_out()
+        ears, given = self._ears, limits.read_ephemeral_ports()
         if ears is None:
             return {"spread": [], "meeting": []}
         return {

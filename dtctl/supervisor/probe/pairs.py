@@ -191,7 +191,7 @@ def check_peer_connection(
     try:
         sock = socket.create_connection((address, port), timeout=timeout_s)
     except OSError as exc:
-        return {"result": word_for(exc, address), "said": str(exc), "took_ms": _compute_elapsed_ms(begun)}
+        return {"result": classify_connect_error(exc, address), "said": str(exc), "took_ms": _compute_elapsed_ms(begun)}
     with sock:
         took = _compute_elapsed_ms(begun)
         sock.settimeout(timeout_s)
@@ -230,7 +230,7 @@ def measure_peer_link(address: str, port: int, token: str, seconds: float) -> di
     try:
         sock = socket.create_connection((address, port), timeout=MEASURE_TIMEOUT_S)
     except OSError as exc:
-        return {"error": str(exc) or type(exc).__name__, "result": word_for(exc, address)}
+        return {"error": str(exc) or type(exc).__name__, "result": classify_connect_error(exc, address)}
     with sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
@@ -267,7 +267,7 @@ def has_no_room_for(address: str) -> bool:
     return False
 
 
-def word_for(exc: OSError, address: str) -> str:
+def classify_connect_error(exc: OSError, address: str) -> str:
     """Return the result of a call for the failure of a connection to an address."""
     if isinstance(exc, socket.timeout) or exc.errno == errno.ETIMEDOUT:
         return "no-room" if has_no_room_for(address) else "dropped"

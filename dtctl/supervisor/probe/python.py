@@ -79,7 +79,7 @@ print(json.dumps(said))
 """
 
 
-def job_python(python: str, env: dict, folder: str, beside: list) -> dict:  # type: ignore[type-arg]
+def examine_job_python(python: str, env: dict, folder: str, beside: list) -> dict:  # type: ignore[type-arg]
     """Return versions of the job's Python and its packages, and files that hide modules, without loading torch.
 
     Args:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from dtctl.advise.advice import build_choice_json, build_train_settings, choose_best_layouts
-from dtctl.advise.config import from_config, read_config
+from dtctl.advise.config import parse_model_config, read_config
 from dtctl.advise.gather import AdviseOptions, build_advise_task
 from dtctl.advise.hardware import Hardware, find_gpu_by_name, read_gpu_table, read_network_table
 from dtctl.advise.model import build_decoder_model
 from dtctl.advise.published_models import build_usual_model
 from dtctl.advise.search import PlanningTask, list_runnable_choices
-from dtctl.advise.sizes import short_count
-from dtctl.advise.spec_editor import as_yaml, with_settings, write_spec_settings
+from dtctl.advise.sizes import format_short_count
+from dtctl.advise.spec_editor import format_yaml_value, set_train_settings, write_spec_settings
 from dtctl.errors import UsageError
 from dtctl.estimate.memory import GIB, ParallelLayout, estimate_layout_memory
 from dtctl.estimate.model import ModelProfile
@@ -147,11 +147,11 @@ def test_networks_of_clouds_are_known(name: str, node: float) -> None:
 
 
 def test_hardware_has_sources_and_the_runtimes_peaks() -> None:
-    from dtctl.runtime.telemetry.hardware import peak_flops
+    from dtctl.runtime.telemetry.hardware import find_peak_flops
 
     for one in read_gpu_table().values():
         assert one.source.startswith("https://"), one.name
-        known = peak_flops(one.name.replace("-", " "), "bf16")
+        known = find_peak_flops(one.name.replace("-", " "), "bf16")
         if known is not None:
             assert one.half * 1e12 == pytest.approx(known), one.name
     assert min(read_network_table().values()) > 0
@@ -204,7 +204,7 @@ def test_a_config_of_hugging_face(tmp_path: Path) -> None:
     model = read_config(path, seq=None)
     assert model.params == pytest.approx(8.03e9, rel=1e-3)
     assert model.seq == 8192
-    gpt2 = from_config({"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}, source="x", seq=1024)
+    gpt2 = parse_model_config({"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}, source="x", seq=1024)
     assert gpt2.params == pytest.approx(124e6, rel=0.01)
     for text, wanted in (
         ("{", "is not JSON"),
@@ -251,7 +251,9 @@ def test_writing_keeps_line_ends_links_and_a_byte_order_mark(tmp_path: Path, tex
     written = (tmp_path / "real.yaml").read_bytes()
     assert written.startswith(b"\xef\xbb\xbf")
     assert written.count(b"\n") == written.count(b"\r\n") > text.count("\n")
-    assert written[3:].decode().replace("\r\n", "\n") == with_settings(text, {"strategy": "fsdp", "micro_batch": 4})
+    assert written[3:].decode().replace("\r\n", "\n") == set_train_settings(
+        text, {"strategy": "fsdp", "micro_batch": 4}
+    )
     assert sorted(one.name for one in tmp_path.iterdir()) == ["dtctl.yaml", "real.yaml"]
 
 
@@ -271,13 +273,16 @@ def test_a_device_is_never_replaced(tmp_path: Path) -> None:
 
 
 def test_writing_adds_a_section_and_leaves_one_in_one_line_alone() -> None:
-    assert with_settings("job: {script: t.py}", {"strategy": "ddp"}) == "job: {script: t.py}\ntrain:\n  strategy: ddp\n"
+    assert (
+        set_train_settings("job: {script: t.py}", {"strategy": "ddp"})
+        == "job: {script: t.py}\ntrain:\n  strategy: ddp\n"
+    )
     with raises(UsageError, "line"):
-        with_settings("train: {lr: 1.0}\n", {"strategy": "ddp"})
+        set_train_settings("train: {lr: 1.0}\n", {"strategy": "ddp"})
 
 
 def test_settings_are_told_as_they_stand_in_the_spec() -> None:
-    assert as_yaml({"fsdp": 8, "tp": 2}) == "{fsdp: 8, tp: 2}"
+    assert format_yaml_value({"fsdp": 8, "tp": 2}) == "{fsdp: 8, tp: 2}"
 
 
 def test_of_equally_fast_choices_the_one_with_the_larger_micro_batch_is_taken_and_its_batch_told() -> None:
@@ -377,4 +382,4 @@ def test_what_cannot_be_measured_is_told() -> None:
     ("number", "text"), [(7_224_000, "7.22M"), (999_600, "1M"), (8.03e9, "8.03B"), (12, "12"), (1.6e12, "1.6T")]
 )
 def test_numbers_have_the_unit_that_people_use(number: float, text: str) -> None:
-    assert short_count(number) == text
+    assert format_short_count(number) == text

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dtctl.advise.config import FAMILIES, from_config, read_config
-from dtctl.advise.sizes import short_count
+from dtctl.advise.config import FAMILIES, parse_model_config, read_config
+from dtctl.advise.sizes import format_short_count
 from dtctl.errors import UsageError
 from tests.facts import raises
 
@@ -138,22 +138,22 @@ CARDS: list[tuple[str, float, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "published", "keys"), CARDS, ids=[name for name, _, _ in CARDS])
 def test_parameters_are_those_of_the_card(name: str, published: float, keys: dict[str, Any]) -> None:
-    model = from_config(keys, source=name, seq=512)
+    model = parse_model_config(keys, source=name, seq=512)
     assert model.params == pytest.approx(published, rel=0.02)
-    assert f"{short_count(model.params)} parameters" in model.assumed
+    assert f"{format_short_count(model.params)} parameters" in model.assumed
     assert model.params == pytest.approx(model.layers * model.block_params + model.root_params)
 
 
 @pytest.mark.parametrize(("keys", "published"), [(QWEN3_30B, 3.3e9), (DEEPSEEK_V3, 37e9)])
 def test_parameters_at_work_for_a_token_are_those_of_the_card(keys: dict[str, Any], published: float) -> None:
     """Cards count the embedding, which is looked up and not multiplied with."""
-    model = from_config(keys, source="x", seq=512)
+    model = parse_model_config(keys, source="x", seq=512)
     assert model.active_params + keys["vocab_size"] * keys["hidden_size"] == pytest.approx(published, rel=0.025)
 
 
 def test_experts_may_be_in_some_blocks_only() -> None:
-    every = from_config(QWEN3_30B, source="x", seq=512)
-    some = from_config({**QWEN3_30B, "decoder_sparse_step": 2, "mlp_only_layers": [1]}, source="x", seq=512)
+    every = parse_model_config(QWEN3_30B, source="x", seq=512)
+    some = parse_model_config({**QWEN3_30B, "decoder_sparse_step": 2, "mlp_only_layers": [1]}, source="x", seq=512)
     assert some.expert_params == pytest.approx(every.expert_params * 23 / 48)
 
 
@@ -161,19 +161,21 @@ def test_experts_may_be_in_some_blocks_only() -> None:
 def test_a_model_that_the_formulas_do_not_know_is_refused_with_what_to_do(kind: str) -> None:
     keys = {"model_type": kind, "hidden_size": 768, "num_hidden_layers": 12, "vocab_size": 1000}
     with raises(UsageError, f"model_type {kind}") as caught:
-        from_config(keys, source="config.json", seq=None)
+        parse_model_config(keys, source="config.json", seq=None)
     assert "--model module:factory" in str(caught.value.hint)
 
 
 def test_what_is_guessed_or_not_counted_is_told() -> None:
-    model = from_config({"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32}, source="x", seq=None)
+    model = parse_model_config(
+        {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32}, source="x", seq=None
+    )
     assert [doubt.partition(" ")[0] for doubt in model.doubts] == [
         "num_attention_heads", "intermediate_size", "vocab_size",
     ]  # fmt: skip
     named = {name: keys for name, _, keys in CARDS}
-    assert "vision_config" in from_config(named["gemma-3-4b, its text"], source="x", seq=None).doubts[0]
-    assert "encoder" in from_config(named["t5-base"], source="x", seq=None).doubts[-1]
-    assert from_config(named["Llama-3-8B"], source="x", seq=None).doubts == ()
+    assert "vision_config" in parse_model_config(named["gemma-3-4b, its text"], source="x", seq=None).doubts[0]
+    assert "encoder" in parse_model_config(named["t5-base"], source="x", seq=None).doubts[-1]
+    assert parse_model_config(named["Llama-3-8B"], source="x", seq=None).doubts == ()
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_what_is_guessed_or_not_counted_is_told() -> None:
 def test_numbers_that_no_model_has_are_refused(keys: dict[str, Any], text: str) -> None:
     usual = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
     with raises(UsageError, text):
-        from_config({**usual, **keys}, source="x", seq=None)
+        parse_model_config({**usual, **keys}, source="x", seq=None)
 
 
 def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:

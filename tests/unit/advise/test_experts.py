@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.advise.advice import build_train_settings, choose_best_layouts
-from dtctl.advise.config import from_config
+from dtctl.advise.config import parse_model_config
 from dtctl.advise.gather import AdviseOptions, build_advise_task
 from dtctl.advise.hardware import Hardware, find_gpu_by_name
 from dtctl.advise.model import build_decoder_model
@@ -128,7 +128,7 @@ def test_megatron_splits_experts_over_tp() -> None:
 
 def test_the_model_of_the_templates_spec_is_a_mixture() -> None:
     shape = {"layers": 4, "heads": 4, "embed": 128, "context": 64, "experts": 8, "top_k": 2, "hidden": 168}
-    model = from_config(shape, source="train.model", seq=None)
+    model = parse_model_config(shape, source="train.model", seq=None)
     assert (model.hidden, model.experts, model.experts_used, model.expert_width) == (128, 8, 2, 168)
     assert model.expert_params == 4 * 8 * 3 * 128 * 168
 

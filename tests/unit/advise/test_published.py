@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.published import RECIPES
-from dtctl.advise.config import from_config
+from dtctl.advise.config import parse_model_config
 from dtctl.advise.hardware import Hardware, find_gpu_by_name
 from dtctl.advise.model import build_decoder_model
 from dtctl.advise.speed import estimate_step_speed
@@ -219,7 +219,7 @@ def test_experts_of_a_stage_lie_on_no_more_gpus_than_it_has() -> None:
         "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 8192, "moe_intermediate_size": 768,
         "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936, "tie_word_embeddings": False,
     }  # fmt: skip
-    model = from_config(config, source="", seq=8192, name="Qwen3-30B-A3B")
+    model = parse_model_config(config, source="", seq=8192, name="Qwen3-30B-A3B")
     recipe = apply_recipe_precision(FRAMEWORKS["megatron"], "bf16")
     of_tp, of_ep = (
         estimate_layout_memory(model, ParallelLayout(dp=dp, tp=tp, pp=2, ep=4, zero=1), recipe).states / GIB

@@ -10,11 +10,11 @@ import pytest
 from dtctl.bench.figures import (
     OPS,
     build_result_row,
+    build_training_row,
+    format_message_size,
     parse_message_size,
     parse_operations,
     parse_size_range,
-    size_text,
-    training_row,
 )
 from dtctl.bench.job import BenchmarkResults
 from dtctl.bench.picture import render_bench_svg
@@ -44,7 +44,7 @@ def test_what_is_no_range_of_sizes_is_refused(text: str) -> None:
 
 def test_a_size_reads_back_as_itself() -> None:
     for size in (4, 1020, 1 << 10, 3 << 20, 1 << 30):
-        assert parse_message_size(size_text(size).replace(" ", "")) == size
+        assert parse_message_size(format_message_size(size).replace(" ", "")) == size
 
 
 def test_operations_may_be_spelt_as_people_spell_them() -> None:
@@ -66,7 +66,7 @@ def test_bus_bandwidth_is_what_nccl_tests_calls_so(op: str, factor: float) -> No
 
 
 def test_efficiency_is_the_time_of_one_worker_over_that_of_many() -> None:
-    assert training_row(4, 0.2, 0.1, loss_ok=True) == {"workers": 4, "step_s": 0.2, "efficiency": 0.5, "ok": True}
+    assert build_training_row(4, 0.2, 0.1, loss_ok=True) == {"workers": 4, "step_s": 0.2, "efficiency": 0.5, "ok": True}
 
 
 def figures() -> BenchmarkResults:

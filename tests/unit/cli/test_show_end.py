@@ -105,13 +105,13 @@ def test_what_continues_a_run_depends_on_what_it_has_saved(
 
 def test_outputs_that_were_fetched_are_named_where_they_are(tmp_path: Path) -> None:
     outputs = {node: NodeOutputs(folder="/there", files=2, bytes=3) for node in ("a", "b")}
-    assert "`dtctl fetch r`" in followed_run.outputs_line("r", outputs, is_local=False, fetched=tmp_path)
+    assert "`dtctl fetch r`" in followed_run.format_outputs_line("r", outputs, is_local=False, fetched=tmp_path)
     (tmp_path / "a").mkdir()
-    assert "`dtctl fetch r`" in followed_run.outputs_line("r", outputs, is_local=False, fetched=tmp_path), (
+    assert "`dtctl fetch r`" in followed_run.format_outputs_line("r", outputs, is_local=False, fetched=tmp_path), (
         "one is missing"
     )
     (tmp_path / "b").mkdir()
-    line = followed_run.outputs_line("r", outputs, is_local=False, fetched=tmp_path)
+    line = followed_run.format_outputs_line("r", outputs, is_local=False, fetched=tmp_path)
     assert (str(tmp_path) in line, "dtctl fetch" in line) == (True, False)
 
 

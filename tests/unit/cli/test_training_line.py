@@ -47,9 +47,9 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def test_a_printed_bar_is_no_share_of_the_whole() -> None:
     row = {"step": 30, "steps": 32, "step_s": 0.05}
-    assert progress_line.progress_line(row, steps=None, runs=True).startswith("step 30 of 32  94%  0:00 to go")
+    assert progress_line.format_progress_line(row, steps=None, runs=True).startswith("step 30 of 32  94%  0:00 to go")
     printed = {**row, progress_line.PRINTED: True}
-    assert progress_line.progress_line(printed, steps=None, runs=True) == "step 30 of 32  50.0 ms/step"
+    assert progress_line.format_progress_line(printed, steps=None, runs=True) == "step 30 of 32  50.0 ms/step"
 
 
 def test_it_stays_below_what_is_printed_and_is_one_line(terminal: Terminal) -> None:

@@ -19,7 +19,7 @@ from dtctl.launch.records.events import AttemptRunning, NodeChanged, RunPlanned
 from dtctl.launch.records.metrics_rows import read_last_rows
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.launch.records.run_writer import RunWriter
-from dtctl.node_facts import boot_id, start_ticks
+from dtctl.node_facts import read_boot_id, start_ticks
 from dtctl.supervisor.frames import AGENT
 from tests.facts import missing
 from tests.unit.cli.test_folding import EXIT_BARRIER
@@ -36,7 +36,7 @@ def info() -> RunInfo:
         command=["dtctl"],
         detached=True,
         pid_started=start_ticks(os.getpid()),
-        boot=boot_id(),
+        boot=read_boot_id(),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtctl.doctor.checks.bisect import bad_ones
+from dtctl.doctor.checks.bisect import find_bad_members
 
 
 def search(names: Sequence[str], bad: set[str], pairs: Sequence[set[str]] = ()) -> tuple[list[str], int]:
@@ -20,7 +20,7 @@ def search(names: Sequence[str], bad: set[str], pairs: Sequence[set[str]] = ()) 
         tried.append(group)
         return not (bad & {*group}) and not any(pair <= {*group} for pair in pairs)
 
-    return bad_ones(names, works), len(tried)
+    return find_bad_members(names, works), len(tried)
 
 
 @given(st.integers(min_value=3, max_value=70), st.data())

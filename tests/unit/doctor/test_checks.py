@@ -11,8 +11,8 @@ import pytest
 from dtctl.doctor import examine
 from dtctl.doctor.checks import network
 from dtctl.doctor.checks import node as node_checks
-from dtctl.doctor.checks.hardware import busy_gpus, dead_ports
-from dtctl.doctor.findings import CHECKS, Finding, choose_covering_nodes, odd_ones, order_findings
+from dtctl.doctor.checks.hardware import find_busy_gpus, find_dead_ports
+from dtctl.doctor.findings import CHECKS, Finding, choose_covering_nodes, find_odd_nodes, order_findings
 from dtctl.doctor.node_report import NodeReport
 from dtctl.nccl.interfaces import choose_interface
 from dtctl.spec.load import parse_spec
@@ -29,7 +29,7 @@ from tests.facts import missing
     ],
 )
 def test_the_odd_node_out(values: dict[str, int], odd: tuple[str, ...], usual: int | None) -> None:
-    assert odd_ones(values) == (odd, usual)
+    assert find_odd_nodes(values) == (odd, usual)
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_every_check_that_a_module_says_it_makes_is_known() -> None:
 
 def test_busy_gpus_are_read_from_nvidia_smi() -> None:
     said = "0, NVIDIA H100 80GB HBM3, 4, 81559\n1, NVIDIA H100 80GB HBM3, 34000, 81559\n2, NVIDIA H100, [N/A], 81559"
-    assert busy_gpus(said) == ["GPU 1 34000 of 81559 MiB"]
-    assert busy_gpus("") == []
+    assert find_busy_gpus(said) == ["GPU 1 34000 of 81559 MiB"]
+    assert find_busy_gpus("") == []
 
 
 def test_an_rdma_port_is_dead_only_beside_living_ones() -> None:
     up = {"device": "mlx5_0", "port": "1", "state": "4: ACTIVE"}
     down = {"device": "mlx5_1", "port": "1", "state": "1: DOWN"}
-    assert dead_ports([up, down]) == ["mlx5_1:1 1: DOWN"]
-    assert dead_ports([down]) == []  # a node whose RDMA is not used at all
+    assert find_dead_ports([up, down]) == ["mlx5_1:1 1: DOWN"]
+    assert find_dead_ports([down]) == []  # a node whose RDMA is not used at all
 
 
 @pytest.mark.parametrize(

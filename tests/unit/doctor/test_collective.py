@@ -10,11 +10,11 @@ import pytest
 
 from dtctl.doctor.checks import collective
 from dtctl.doctor.checks.collective import (
-    apart_failed,
+    check_loaded_nccl,
+    check_sums_within_nodes,
     find_faulty_nodes,
     is_all_reduce_correct,
     merge_worker_reports,
-    other_nccl,
 )
 from dtctl.doctor.node_probes import NodeProbes, NodeQuery
 from dtctl.supervisor.probe.child import JobPythonProcess
@@ -82,12 +82,12 @@ def test_of_a_traceback_the_line_with_the_exception_counts() -> None:
 
 def test_an_nccl_that_is_not_the_one_of_the_wheel_is_named() -> None:
     good = ("2.27.3", "2.27.3")
-    assert list(other_nccl({"a": good, "b": good, "c": ("", "2.20.5"), "d": ("2.27.3", "")})) == []
-    assert list(other_nccl({"a": ("2.27.3.post1", "2.27.3")})) == []
-    (one,) = other_nccl({"a": good, "b": ("2.27.3", "2.18.5")})
+    assert list(check_loaded_nccl({"a": good, "b": good, "c": ("", "2.20.5"), "d": ("2.27.3", "")})) == []
+    assert list(check_loaded_nccl({"a": ("2.27.3.post1", "2.27.3")})) == []
+    (one,) = check_loaded_nccl({"a": good, "b": ("2.27.3", "2.18.5")})
     assert (one.check, one.status, one.nodes) == ("nccl", "fail", ("b",))
     assert one.evidence == ("b: installed 2.27.3, loaded 2.18.5",)
-    (every,) = other_nccl({"a": ("2.27.3", "2.18.5")})
+    (every,) = check_loaded_nccl({"a": ("2.27.3", "2.18.5")})
     assert every.status == "warn", "alike everywhere: odd, and it may work"
 
 
@@ -112,8 +112,8 @@ def test_workers_of_a_node_say_one_thing() -> None:
 
 
 def test_gpus_that_do_not_add_up_within_their_node_are_its_own_matter() -> None:
-    assert list(apart_failed({"a": SUM, "b": SUM}, {"a": 8, "b": 8})) == []
-    (one,) = apart_failed({"a": SUM, "b": LATE}, {"a": 8, "b": 8})
+    assert list(check_sums_within_nodes({"a": SUM, "b": SUM}, {"a": 8, "b": 8})) == []
+    (one,) = check_sums_within_nodes({"a": SUM, "b": LATE}, {"a": 8, "b": 8})
     assert (one.check, one.status, one.nodes) == ("gpu-nccl", "fail", ("b",))
     assert "shm" in one.fix
 

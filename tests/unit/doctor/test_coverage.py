@@ -12,7 +12,7 @@ from dtctl.doctor import coverage
 from dtctl.doctor.examine import Examination
 from dtctl.doctor.findings import CHECKS, Finding, order_findings
 from dtctl.doctor.node_report import NodeReport
-from dtctl.doctor.tables import node_table
+from dtctl.doctor.tables import build_node_table
 from dtctl.errors import ConnectError
 
 FACTS: dict[str, Any] = {
@@ -96,7 +96,7 @@ def test_what_was_not_looked_at_on_one_node_keeps_it_from_being_said(
     assert check in missing
     assert "node2" in missing[check].nodes
     assert missing[check].summary in done.not_examined
-    header, rows = node_table(done)
+    header, rows = build_node_table(done)
     assert "partly" in rows[1], header
 
 
@@ -115,7 +115,7 @@ def test_what_was_left_out_on_purpose_is_not_examined_either() -> None:
         node.measured = {}
     done = examined(seen, skip=("links", "collective"), ran=[one for one in CHECKS if one != "collective"])
     assert (done.ok, done.can_train) == (True, None)
-    assert [row[-1] for row in node_table(done)[1]] == ["-", "-", "-"], "torch was not run"
+    assert [row[-1] for row in build_node_table(done)[1]] == ["-", "-", "-"], "torch was not run"
     assert {"torch was not run", "bandwidth, loss and delay between nodes were left out"} <= {*done.not_examined}
 
 

@@ -25,8 +25,8 @@ def program(folder: Path, name: str, text: str) -> None:
 def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only folder on the PATH, of a machine with two GPUs."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(devices.node_facts, "nvidia_devices", lambda: ["nvidia0", "nvidia1"])
-    monkeypatch.setattr(devices.node_facts, "amd_devices", list)
+    monkeypatch.setattr(devices.node_facts, "list_nvidia_devices", lambda: ["nvidia0", "nvidia1"])
+    monkeypatch.setattr(devices.node_facts, "list_amd_devices", list)
     return tmp_path
 
 
@@ -81,11 +81,11 @@ def test_old_messages_are_left_out(tools: Path) -> None:
     assert (found["xid"], found["xid_source"]) == ("", "dmesg")
     uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     now = time.time()
-    assert abs(devices.told_at(f"[{uptime_s - 5:.1f}] {XID}", now) - (now - 5)) < 2
+    assert abs(devices.parse_line_time(f"[{uptime_s - 5:.1f}] {XID}", now) - (now - 5)) < 2
 
 
 def test_a_machine_without_gpus_is_asked_nothing(tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices.node_facts, "nvidia_devices", list)
+    monkeypatch.setattr(devices.node_facts, "list_nvidia_devices", list)
     program(tools, "dmesg", "exit 1")
     assert not look()["gpu_error"]
     found = look()
@@ -104,8 +104,8 @@ ROCM = """{
 @pytest.fixture
 def amd(tools: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same machine with two GPUs of AMD, where NVIDIA's tool leaves a mark when it is asked."""
-    monkeypatch.setattr(devices.node_facts, "nvidia_devices", list)
-    monkeypatch.setattr(devices.node_facts, "amd_devices", lambda: ["renderD128", "renderD129"])
+    monkeypatch.setattr(devices.node_facts, "list_nvidia_devices", list)
+    monkeypatch.setattr(devices.node_facts, "list_amd_devices", lambda: ["renderD128", "renderD129"])
     program(tools, "nvidia-smi", f": > {tools}/asked-in-vain")
     return tools
 

@@ -241,9 +241,9 @@ def test_gpus_of_amd_that_are_capped_held_narrow_or_broken() -> None:
 def test_links_are_counted_against_their_kind() -> None:
     gpus = GPUS.replace("V100-SXM2-32GB", "A100-SXM4-80GB")
     whole = "".join(V100.format(gpu) + "".join(f"         Link {i}: 25 GB/s\n" for i in range(12)) for gpu in (0, 1))
-    assert hardware.missing_links(gpus, whole) == []
-    assert hardware.missing_links(gpus, NVLINK) == ["GPU 0 has 6 of 12", "GPU 1 has 6 of 12"]
-    assert hardware.missing_links(gpus, "") == [], "nobody has looked"
-    assert hardware.missing_links(gpus.replace("SXM4", "PCIE"), NVLINK) == [], "pairs may be bridged, or not"
+    assert hardware.find_missing_links(gpus, whole) == []
+    assert hardware.find_missing_links(gpus, NVLINK) == ["GPU 0 has 6 of 12", "GPU 1 has 6 of 12"]
+    assert hardware.find_missing_links(gpus, "") == [], "nobody has looked"
+    assert hardware.find_missing_links(gpus.replace("SXM4", "PCIE"), NVLINK) == [], "pairs may be bridged, or not"
     (one,) = hardware.check_hardware([node(name, gpu=gpus) for name in "ab"], {})
     assert (one.check, one.status, one.nodes) == ("gpu-links", "warn", ("a", "b"))

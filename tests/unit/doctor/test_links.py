@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from dtctl.doctor.checks import links, network
 from dtctl.doctor.findings import Finding, order_findings
 from dtctl.doctor.node_report import NodeReport
-from dtctl.doctor.rounds import all_pairs, build_disjoint_rounds
+from dtctl.doctor.rounds import arrange_all_pairs, build_disjoint_rounds
 from dtctl.supervisor.probe import pairs, quality
 
 
 @given(st.integers(min_value=0, max_value=33))
 def test_every_pair_meets_once_in_rounds_of_disjoint_pairs(count: int) -> None:
     names = [f"n{i}" for i in range(count)]
-    every = all_pairs(names)
+    every = arrange_all_pairs(names)
     assert len(every) == max(0, count - 1 + count % 2 if count > 1 else 0)
     for one in every:
         assert len({name for pair in one for name in pair}) == 2 * len(one)

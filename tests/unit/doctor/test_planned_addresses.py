@@ -9,7 +9,13 @@ import pytest
 from dtctl.doctor.checks import address_checks, network, node
 from dtctl.doctor.findings import Finding, order_findings
 from dtctl.doctor.node_report import LoginShell, NodeReport
-from dtctl.doctor.planned_addresses import NCCL, data_address, is_loopback, meeting_address, named_interfaces
+from dtctl.doctor.planned_addresses import (
+    NCCL,
+    choose_data_address,
+    find_named_interfaces,
+    is_loopback,
+    resolve_rendezvous_address,
+)
 from dtctl.errors import ConnectError, NodeError
 from dtctl.spec.model import Spec
 from dtctl.supervisor.frames import BrokenFrame
@@ -51,9 +57,9 @@ def spec(**changed: Any) -> Spec:
 
 
 def judged(seen: list[NodeReport], of: Spec, envs: dict[str, dict[str, str]] | None = None) -> list[Finding]:
-    named = {one.name: named_interfaces(one, of, (envs or {}).get(one.name, {})) for one in seen}
+    named = {one.name: find_named_interfaces(one, of, (envs or {}).get(one.name, {})) for one in seen}
     for one in seen:
-        one.data_address = data_address(one, named[one.name])
+        one.data_address = choose_data_address(one, named[one.name])
     return list(address_checks.check_named_interfaces(seen, named))
 
 
@@ -114,7 +120,7 @@ def test_an_interface_that_the_others_do_not_reach_is_told_from_a_node_that_they
 def test_a_rendezvous_address_that_is_not_the_head_nodes(address: str, said: str) -> None:
     seen, of = cluster(), spec(network={"rendezvous_address": address})
     for one in seen:
-        one.meeting = meeting_address(of, seen[0], one)
+        one.meeting = resolve_rendezvous_address(of, seen[0], one)
     (found,) = address_checks.check_rendezvous_address(seen, address)
     assert (found.check, found.nodes) == ("rendezvous-address", ("node1",))
     assert said in found.summary
@@ -125,7 +131,7 @@ def test_a_rendezvous_address_of_the_head_node_is_fine_by_name_too() -> None:
     seen = cluster()
     for one in seen:
         one.facts["looked_up"]["head"] = ["10.0.0.1"]
-        one.meeting = meeting_address(spec(network={"rendezvous_address": "head"}), seen[0], one)
+        one.meeting = resolve_rendezvous_address(spec(network={"rendezvous_address": "head"}), seen[0], one)
     assert list(address_checks.check_rendezvous_address(seen, "head")) == []
     assert list(address_checks.check_rendezvous_address(seen, None)) == []
 

@@ -58,7 +58,7 @@ def test_the_versions_of_torch_and_nccl_are_read_without_loading_them(
     (tmp_path / "torch" / "version.py").write_text("__version__ = '2.9.1'\ncuda = '12.8'\n")
     (tmp_path / "nvidia_nccl_cu12-2.27.5.dist-info").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    said = python.job_python(sys.executable, dict(os.environ), "", [])
+    said = python.examine_job_python(sys.executable, dict(os.environ), "", [])
     assert (said["torch"], said["cuda"], said["nccl"]) == ("2.9.1", "12.8", "2.27.5")
 
 
@@ -67,7 +67,7 @@ def test_the_versions_of_torch_and_nccl_are_read_without_loading_them(
 )
 def test_the_variable_that_keeps_python_from_starting_is_found_by_leaving_it_out(name: str, value: str) -> None:
     env = {**os.environ, "PYTHONUNBUFFERED": "1", "HARMLESS": "1", name: value}
-    said = python.job_python(sys.executable, env, "", [])
+    said = python.examine_job_python(sys.executable, env, "", [])
     assert said["because"] == [name]
     assert said["error"]
     assert said["python"], "what it says without that variable is kept"
@@ -78,7 +78,7 @@ def test_the_variable_that_makes_python_hang_is_found_too(tmp_path: Path, monkey
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.setattr(python, "START_LIMIT_S", 10.0)
     env = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(tmp_path)}
-    said = python.job_python(sys.executable, env, "", [])
+    said = python.examine_job_python(sys.executable, env, "", [])
     assert (said["because"], said["error"]) == (["PYTHONPATH"], "it has not ended after 10 s")
     assert said["python"]
 
@@ -90,7 +90,8 @@ def test_what_hides_a_module_is_told_with_both_paths_and_what_cannot_be_hidden_i
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     beside = [["queue", "queue.py"], ["train_utils", "train_utils.py"]]
     shadows = {
-        name: (path, other) for name, path, other in python.job_python(sys.executable, env, "", beside)["shadows"]
+        name: (path, other)
+        for name, path, other in python.examine_job_python(sys.executable, env, "", beside)["shadows"]
     }
     assert set(shadows) == {"random", "queue"}
     assert shadows["random"][0] == str(tmp_path / "random.py")
@@ -101,7 +102,7 @@ def test_what_hides_a_module_is_told_with_both_paths_and_what_cannot_be_hidden_i
 def test_the_home_folder_is_not_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
-    said = python.job_python(sys.executable, {**os.environ, "HOME": str(tmp_path)}, "", [])
+    said = python.examine_job_python(sys.executable, {**os.environ, "HOME": str(tmp_path)}, "", [])
     assert "error" not in said
     assert said["shadows"] == []
 

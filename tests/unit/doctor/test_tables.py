@@ -8,8 +8,8 @@ from dtctl.cli import output
 from dtctl.cli.common.doctor_view import show_examination
 from dtctl.doctor.examine import Examination
 from dtctl.doctor.findings import Finding
-from dtctl.doctor.node_report import NodeReport, good_ways
-from dtctl.doctor.tables import link_table, list_link_measurements, node_table, pair_table
+from dtctl.doctor.node_report import NodeReport, find_good_ways
+from dtctl.doctor.tables import build_node_table, build_pair_table, link_table, list_link_measurements
 from dtctl.errors import ConnectError
 
 OK = tuple(Finding(check=check, status="ok") for check in ("reach", "disk", "torch", "gpus", "mtu"))
@@ -27,7 +27,7 @@ def nodes() -> tuple[NodeReport, ...]:
 
 def test_layers_that_were_not_examined_are_told_from_those_that_are_well() -> None:
     bad = Finding(check="disk", status="warn", nodes=("b",))
-    header, rows = node_table(Examination(findings=(bad, *OK), seen=nodes()))
+    header, rows = build_node_table(Examination(findings=(bad, *OK), seen=nodes()))
     assert header[2:] == ["REACH", "LIMITS", "SOFTWARE", "HARDWARE", "NETWORK", "SETTINGS", "TORCH"]
     assert rows == [
         ["a", "10.0.0.1", "ok", "ok", "ok", "ok", "ok", "-", "-"],
@@ -39,7 +39,7 @@ def test_of_a_node_that_is_away_only_that_is_known() -> None:
     a, b = nodes()
     b.error = ConnectError("no route", node="b")
     away = Finding(check="reach", status="fail", nodes=("b",))
-    _, rows = node_table(Examination(findings=(away, *OK), seen=(a, b)))
+    _, rows = build_node_table(Examination(findings=(away, *OK), seen=(a, b)))
     assert rows[1] == ["b", "10.0.0.2", "fail", "-", "-", "-", "-", "-", "-"]
 
 
@@ -57,8 +57,8 @@ def test_the_table_of_nodes_fits_the_terminal(
 
 def test_the_worst_answer_of_a_way_is_shown_and_only_good_ways_are_measured() -> None:
     done = Examination(findings=OK, seen=nodes())
-    assert pair_table(done) == (["FROM \\ TO", "a", "b"], [["a", "", "DROP"], ["b", ".", ""]])
-    assert good_ways(done.seen) == {("b", "a")}
+    assert build_pair_table(done) == (["FROM \\ TO", "a", "b"], [["a", "", "DROP"], ["b", ".", ""]])
+    assert find_good_ways(done.seen) == {("b", "a")}
 
 
 def test_the_better_of_two_measurements_counts_and_the_map_is_shown_when_a_link_is_bad() -> None:

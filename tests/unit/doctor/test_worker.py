@@ -54,7 +54,7 @@ class Notes:
 
 def answers(notes: Notes, backend: str, **asked: Any) -> list[dict[str, Any]]:
     said: list[dict[str, Any]] = []
-    worker.all_reduce({**ASKED, "backend": backend, **asked}, lambda **facts: said.append(facts), notes, notes)
+    worker.run_all_reduce({**ASKED, "backend": backend, **asked}, lambda **facts: said.append(facts), notes, notes)
     return said
 
 

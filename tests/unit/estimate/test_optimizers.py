@@ -13,7 +13,7 @@ from dtctl.advise.gather import AdviseOptions, build_advise_task  # noqa: E402
 from dtctl.advise.shape import TransformerShape, build_model_profile  # noqa: E402
 from dtctl.estimate import model_shapes  # noqa: E402
 from dtctl.estimate.memory import RUNTIME, FrameworkMemory, ParallelLayout, estimate_layout_memory  # noqa: E402
-from dtctl.estimate.model import ModelProfile, from_inspection  # noqa: E402
+from dtctl.estimate.model import ModelProfile, build_inspected_model  # noqa: E402
 from dtctl.runtime import load, optim  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -74,7 +74,7 @@ def test_an_estimate_has_the_bytes_that_the_optimizer_has(
     name: str, make: Callable[[nn.Module], torch.optim.Optimizer], tied: bool
 ) -> None:
     model = Network(tied=tied)
-    figures = from_inspection(model_shapes.collect_static_figures(model, list(model.blocks)), name="network")
+    figures = build_inspected_model(model_shapes.collect_static_figures(model, list(model.blocks)), name="network")
     found = counted(model, make(model))
     # Adafactor's rows and columns are a share of the width, which is small here.
     room = 0.0 if name != "adafactor" else 4 * figures.params * 2 / WIDTH

@@ -8,9 +8,9 @@ from dtctl.launch.files.checkpoint_sets import (
     CopyPlan,
     LostNode,
     NodeFiles,
+    find_newest_files,
     find_unshared,
     group_files,
-    newest_files,
     plan_copies,
 )
 from dtctl.supervisor.messages.shared import SharedFile
@@ -262,4 +262,4 @@ def test_folders_that_other_nodes_lack_are_found() -> None:
     nodes = [node("a", file("step-20.pt")), node("b")]
     assert find_unshared(nodes) == {"out/": ["a"]}
     assert find_unshared([nodes[0], node("b", file("step-20.pt"))]) == {}
-    assert newest_files({}, "out") == {}
+    assert find_newest_files({}, "out") == {}

@@ -8,13 +8,13 @@ from dtctl.launch.control import first_failure
 from dtctl.launch.control.failure import (
     Failure,
     describe_failure,
+    find_early_exit_failure,
     find_error_line,
     find_root_failure,
-    from_early_exit,
-    from_torchrun,
+    find_torchrun_failure,
     is_consequence,
     is_stop,
-    last_lines,
+    take_last_lines,
 )
 
 AGENT_LOG = """\
@@ -51,13 +51,13 @@ def failed(rank: int, *, at: float, code: int | None = 1, number: int | None = N
 @pytest.mark.parametrize(("code", "exit_code", "number"), [("-9", 137, 9), ("3", 3, None)])
 def test_torchrun_names_its_worker(code: str, exit_code: int, number: int | None) -> None:
     agent = Failure(node="n", rank=None, exit_code=1, signal=None, time=1.0)
-    found = from_torchrun(agent, AGENT_LOG.replace("{code}", code))
+    found = find_torchrun_failure(agent, AGENT_LOG.replace("{code}", code))
     assert (found.rank, found.exit_code, found.signal) == (5, exit_code, number)
 
 
 def test_an_agent_that_names_nobody_is_left_as_it_is() -> None:
     agent = Failure(node="n", rank=None, exit_code=1, signal=None, time=1.0)
-    assert from_torchrun(agent, "Traceback ...\nValueError: bad option\n") is agent
+    assert find_torchrun_failure(agent, "Traceback ...\nValueError: bad option\n") is agent
 
 
 def test_the_one_ended_by_a_signal_comes_first() -> None:
@@ -99,7 +99,7 @@ def test_words_for_people(failure: Failure, text: str) -> None:
 
 
 def test_the_summary_is_the_exception_and_not_the_advice_after_it() -> None:
-    tail = last_lines("Traceback\n  File x\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\n\nsee the docs\n")
+    tail = take_last_lines("Traceback\n  File x\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\n\nsee the docs\n")
     assert find_error_line(tail) == "torch.OutOfMemoryError: CUDA out of memory"
     assert find_error_line(["just text"]) == "just text"
     assert find_error_line([]) == ""
@@ -125,14 +125,14 @@ def test_who_was_told_to_stop_has_not_failed() -> None:
     assert not is_stop(ended, trains=False), "a program without dtctl.runtime, which is started again"
     assert not is_stop(replace(ended, asked_to_stop=False), trains=True), "the supervisor's own SIGTERM"
     agent = Failure(node="n", rank=None, exit_code=1, signal=None, time=1.0)
-    assert is_stop(from_torchrun(agent, AGENT_LOG.replace("{code}", "-10")), trains=True)
+    assert is_stop(find_torchrun_failure(agent, AGENT_LOG.replace("{code}", "-10")), trains=True)
 
 
 def test_who_left_without_an_error_is_the_cause_of_lost_connections() -> None:
     lost = Failure(
         node="a", rank=0, exit_code=1, signal=None, time=5.0, tail=("RuntimeError: Connection closed by peer",)
     )
-    said = from_early_exit(
+    said = find_early_exit_failure(
         lost, node="b", rank=1, early_exit="left the training after step 3 of 12, before the others", tail=("loss 0.3",)
     )
     assert said is not None
@@ -143,7 +143,7 @@ def test_who_left_without_an_error_is_the_cause_of_lost_connections() -> None:
     )
     assert describe_failure(said) == "left the training after step 3 of 12, before the others"
     for line in ("ValueError: x", "Traceback (most recent call last):", "dtctl: error: x", "Broken pipe"):
-        assert from_early_exit(lost, node="b", rank=1, early_exit="ended", tail=(line, "end")) is None
+        assert find_early_exit_failure(lost, node="b", rank=1, early_exit="ended", tail=(line, "end")) is None
 
 
 class Printed:
@@ -169,6 +169,6 @@ class Printed:
 )
 def test_what_a_worker_printed_last_is_not_why_a_signal_ended_it(printed: str, summary: str) -> None:
     failed = Failure(node="a", rank=0, exit_code=139, signal=11, time=1.0)
-    found = first_failure.first_failure([failed], [], Printed(printed))
+    found = first_failure.find_first_failure([failed], [], Printed(printed))
     assert found is not None
     assert found.summary == summary

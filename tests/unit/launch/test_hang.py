@@ -128,24 +128,26 @@ def test_who_is_behind_is_to_blame_and_not_who_waits(
 
 
 def test_what_is_said() -> None:
-    found = hang.hang_failure(gang({}, {"place": 1}, {}), {1: SLEEPS}, silent_s=40.2, now=5.0)
+    found = hang.build_hang_failure(gang({}, {"place": 1}, {}), {1: SLEEPS}, silent_s=40.2, now=5.0)
     assert found.summary == (
         "no progress for 40 s in step 51: rank 1 on n1 is stuck in a forward pass at /me/train.py:5 in mine; "
         "the 2 others wait for it"
     )
     assert (found.node, found.rank, found.hang, found.tail[0]) == ("n1", 1, True, "/me/train.py:5 in mine")
-    left = hang.hang_failure(gang({}, {"state": "", "phase": ReportedPhase.ENDING}, {}), {}, silent_s=31.0, now=5.0)
+    left = hang.build_hang_failure(
+        gang({}, {"state": "", "phase": ReportedPhase.ENDING}, {}), {}, silent_s=31.0, now=5.0
+    )
     assert left.summary == (
         "no progress for 31 s in step 51: rank 1 on n1 left the training after step 50 of 99, before the others; "
         "the 2 others wait for it"
     )
     starts = gang({"first": 50, "phase": ReportedPhase.STARTING}, {"first": 50, "phase": ReportedPhase.STARTING})
-    absent = hang.hang_failure(starts, {}, silent_s=1800.0, now=5.0, silent={2: "n2"})
+    absent = hang.build_hang_failure(starts, {}, silent_s=1800.0, now=5.0, silent={2: "n2"})
     assert absent.summary == (
         "no progress for 1800 s before the first step: rank 2 on n2 has not reached the training; "
         "the 2 others wait for it"
     )
-    nobody = hang.hang_failure(gang({}, {}), {}, silent_s=40.2, now=5.0)
+    nobody = hang.build_hang_failure(gang({}, {}), {}, silent_s=40.2, now=5.0)
     assert (nobody.rank, "the network between them may be broken" in nobody.summary) == (None, True)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dtctl.launch.files import exclusion_reason
 from dtctl.launch.files.excluded_files import list_not_sent
-from dtctl.launch.files.missing import left_out_here
+from dtctl.launch.files.missing import find_left_out_files
 from dtctl.launch.files.push_selection import TreeWalk
 from dtctl.launch.files.tree import scan_push_tree
 from dtctl.spec.load import parse_spec
@@ -85,7 +85,7 @@ def test_a_reason_is_given_for_what_is_left_out_and_for_nothing_else(
 def test_a_file_that_was_missed_and_left_out_is_named_with_the_rule(tmp_path: Path, line: str) -> None:
     make(tmp_path, **{".gitignore": "*.bin\n", "data/train.bin": "x", "data/other.txt": ""})
     spec = parse_spec("job: {script: t.py}", source="s", base_dir=tmp_path)
-    found = left_out_here(["Traceback", line], spec, folders=["/home/me/.dtctl/node/code/ab12", "/runs/r1/work"])
+    found = find_left_out_files(["Traceback", line], spec, folders=["/home/me/.dtctl/node/code/ab12", "/runs/r1/work"])
     assert [(file.path, file.rule) for file in found] == [("data/train.bin", ".gitignore:1 (*.bin)")]
 
 
@@ -106,7 +106,7 @@ def test_the_pattern_brings_what_the_program_needs_next(
     make(tmp_path, **{".gitignore": f"{rule}\n", **dict.fromkeys(files, "x")})
     spec = parse_spec("job: {script: t.py}", source="s", base_dir=tmp_path)
     line = f"FileNotFoundError: [Errno 2] No such file or directory: '{missed}'"
-    (found,) = left_out_here([line], spec, folders=["/code"])
+    (found,) = find_left_out_files([line], spec, folders=["/code"])
     assert (found.others, found.include_pattern) == (others, pattern)
     walk = TreeWalk(os.fsencode(tmp_path.resolve()), include=[pattern])
     taken = {os.fsdecode(file.path) for file in walk.run()}
@@ -125,7 +125,7 @@ def test_the_pattern_brings_what_the_program_needs_next(
 def test_nothing_is_said_of_other_files(tmp_path: Path, line: str) -> None:
     make(tmp_path, **{".gitignore": "*.bin\n", "data/train.bin": "x", "data/other.txt": ""})
     spec = parse_spec("job: {script: t.py}", source="s", base_dir=tmp_path)
-    assert left_out_here([line], spec, folders=["/code"]) == []
+    assert find_left_out_files([line], spec, folders=["/code"]) == []
 
 
 @pytest.mark.parametrize("outputs", ["out", "out/", "./out", "out/**"])

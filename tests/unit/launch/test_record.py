@@ -24,7 +24,7 @@ from dtctl.launch.records.record import (
     check_run_name,
     find_run,
     list_run_records,
-    new_run_id,
+    make_run_id,
 )
 from dtctl.launch.records.run_writer import RunWriter, write_private
 from tests.facts import raises
@@ -40,12 +40,12 @@ def made(base: Path, run: str, started: float = 100.0) -> RunRecord:
 
 @given(st.text(max_size=80), st.floats(0, 4e9))
 def test_any_job_name_gives_a_run_name(job: str, now: float) -> None:
-    assert RUN_NAME.match(new_run_id(job, now=now))
+    assert RUN_NAME.match(make_run_id(job, now=now))
 
 
 def test_run_names_of_one_second_differ() -> None:
-    assert len({new_run_id("gpt", now=0.0) for _ in range(30)}) > 25
-    assert new_run_id("gpt", now=0.0, salt="ab").endswith("-ab")
+    assert len({make_run_id("gpt", now=0.0) for _ in range(30)}) > 25
+    assert make_run_id("gpt", now=0.0, salt="ab").endswith("-ab")
 
 
 @pytest.mark.parametrize("name", ["a", "A1", "run-1.2_x", "a" * 64])

@@ -26,13 +26,13 @@ from dtctl.launch.records.events import (
 from dtctl.launch.records.record import RunInfo, RunRecord
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import is_launcher_alive, read_run_state
-from dtctl.node_facts import boot_id, start_ticks
+from dtctl.node_facts import read_boot_id, start_ticks
 from tests.facts import missing, raises
 from tests.unit.report.runs import append
 
 ME = RunInfo(
     run="r", token="t", pid=os.getpid(), started=100.0, spec="", command=[], detached=False,
-    pid_started=start_ticks(os.getpid()), boot=boot_id(),
+    pid_started=start_ticks(os.getpid()), boot=read_boot_id(),
 )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def test_stop_waits_for_the_launcher(tmp_path: Path, sleeper: subprocess.Popen[b
 
 def test_a_run_without_a_plan_has_nothing_to_stop(tmp_path: Path) -> None:
     with raises(LaunchError, "never started"):
-        stop.on_nodes(record_of(tmp_path, PLAN), {}, None, note=True)  # type: ignore[arg-type]
+        stop.stop_on_nodes(record_of(tmp_path, PLAN), {}, None, note=True)  # type: ignore[arg-type]
 
 
 def test_why_it_was_started_again(tmp_path: Path) -> None:

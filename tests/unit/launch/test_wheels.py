@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import NodeError, PlanError
-from dtctl.launch.clean import CleanRule, items_here, remove_here
+from dtctl.launch.clean import CleanRule, list_removable_items, remove_here
 from dtctl.launch.files.environment import (
     EnvironmentPush,
     LockedEnvironment,
@@ -235,10 +235,13 @@ def test_clean_removes_wheels_that_no_launch_has_used_for_long(tmp_path: Path, i
         os.utime(path, (long_ago, long_ago))
     os.utime(old.parent)  # which says nothing about its use
     rule = CleanRule(older_s=14 * 86400, larger_bytes=0)
-    assert {item.name.partition("/")[2] for item in items_here(tmp_path) if rule.covers(item)} == {old.name, new.name}
+    assert {item.name.partition("/")[2] for item in list_removable_items(tmp_path) if rule.covers(item)} == {
+        old.name,
+        new.name,
+    }
     lock_environment(of_requirements(tmp_path, index, "beta\n"), write=True)
     beta = next(path for path in (old, new) if path.name.startswith("beta"))
-    going = [item for item in items_here(tmp_path) if rule.covers(item)]
+    going = [item for item in list_removable_items(tmp_path) if rule.covers(item)]
     assert [(item.kind, item.node, item.bytes > 0) for item in going] == [("wheel", "", True)]
     assert remove_here(tmp_path, going) == []
     assert [path for path in (old, new) if path.exists()] == [beta]
@@ -250,7 +253,7 @@ def test_clean_removes_nothing_through_a_link(tmp_path: Path) -> None:
     (elsewhere / "x-1-py3-none-any.whl").touch()
     (tmp_path / ".dtctl" / "cache").mkdir(parents=True)
     (tmp_path / ".dtctl" / "cache" / "wheels").symlink_to(elsewhere.parent)
-    assert [item for item in items_here(tmp_path) if item.kind == "wheel"] == []
+    assert [item for item in list_removable_items(tmp_path) if item.kind == "wheel"] == []
 
 
 def test_a_download_that_has_changed_on_the_disk_is_removed(tmp_path: Path, index: str) -> None:

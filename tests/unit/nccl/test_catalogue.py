@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dtctl.nccl.catalogue import closest_name, load_variable_catalogue
+from dtctl.nccl.catalogue import find_closest_name, load_variable_catalogue
 
 
 def test_every_entry_says_what_it_means_and_dead_ones_what_to_use_instead() -> None:
@@ -25,4 +25,4 @@ def test_every_entry_says_what_it_means_and_dead_ones_what_to_use_instead() -> N
     ],
 )
 def test_a_misspelt_name_is_told_from_an_unknown_one(name: str, meant: str) -> None:
-    assert closest_name(name) == meant
+    assert find_closest_name(name) == meant

@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from dtctl.errors import DtctlError
-from dtctl.launch.cluster import first_plan, resolve_cluster
+from dtctl.launch.cluster import build_first_plan, resolve_cluster
 from dtctl.launch.files.data import find_data
 from dtctl.launch.files.environment import describe_environment
 from dtctl.launch.files.tree import scan_push_tree
 from dtctl.launch.job_builder import collect_job_settings
-from dtctl.plan.warnings import unused_keys
-from dtctl.render import node_scripts
+from dtctl.plan.warnings import find_unused_keys
+from dtctl.render import render_node_scripts
 from dtctl.slurm import batch
 from dtctl.slurm.launcher_files import make_job_file
 from dtctl.slurm.submit import locate_folder
@@ -194,7 +194,7 @@ def spec_of(document: Mapping[str, Any], folder: Path) -> Spec:
 def sent(spec: Spec) -> dict[str, Any]:
     """All that a launch sends, or acts by: what a dry run shows, and settings of the launcher."""
     cluster = resolve_cluster(spec, start=False)
-    plan = replace(first_plan(spec, cluster, run="run-1"), notes=())
+    plan = replace(build_first_plan(spec, cluster, run="run-1"), notes=())
     files = spec.job.files
     tree = (
         scan_push_tree(spec.base_dir / files.root, include=files.include, exclude=files.exclude) if files.push else None
@@ -221,7 +221,7 @@ def sent(spec: Spec) -> dict[str, Any]:
             made["job"] = asdict(replace(file, started=0.0, template=template))
     else:
         made["plan"] = asdict(replace(plan, nodes=tuple(replace(node, gres=None) for node in plan.nodes)))
-        made["scripts"] = node_scripts(plan, base_dir=spec.base_dir)
+        made["scripts"] = render_node_scripts(plan, base_dir=spec.base_dir)
         settings = collect_job_settings(spec, nodes=len(plan.nodes), has_spares=bool(cluster.spares))
         made["settings"] = {key: value for key, value in settings.items() if not (is_local and key in OF_LOST_NODES)}
     if spec.cluster.transport == "ssh":
@@ -257,7 +257,7 @@ def test_each_key_is_obeyed_or_named(folder: Path, back_end: str) -> None:
             after = sent(spec)
         except DtctlError:
             continue  # it is refused, with the key's name or with what is to be changed
-        named = [each for each in unused_keys(spec) if each not in unused_keys(base)]
+        named = [each for each in find_unused_keys(spec) if each not in find_unused_keys(base)]
         named += (
             ["the note that Slurm chooses the nodes"] if key == "cluster.nodes.name" and "slurm" in back_end else []
         )

@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from dtctl.plan.build import build
-from dtctl.plan.warnings import UNUSED, UNUSED_IN_PLAIN_MODE, unused_keys
+from dtctl.plan.warnings import UNUSED, UNUSED_IN_PLAIN_MODE, find_unused_keys
 from dtctl.spec.load import parse_spec
 from dtctl.spec.model import Cluster, Job, Spec
 from dtctl.spec.nodes import resolve_nodes
@@ -80,12 +80,12 @@ def test_what_plain_mode_lacks_is_named_with_its_keys() -> None:
     ],
 )
 def test_a_key_is_named_where_it_has_no_effect(text: str, expected: list[str]) -> None:
-    assert unused_keys(spec_of(text if text.startswith("job:") else text + "\njob: {script: t.py}")) == expected
+    assert find_unused_keys(spec_of(text if text.startswith("job:") else text + "\njob: {script: t.py}")) == expected
 
 
 def test_a_job_with_a_launcher_inside_uses_them() -> None:
     spec = spec_of(IGNORED_KEYS)
-    assert unused_keys(spec) == []
+    assert find_unused_keys(spec) == []
     assert not [note for note in build(spec, resolve_nodes(spec), run="r").notes if "no effect" in note]
 
 

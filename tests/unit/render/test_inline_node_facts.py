@@ -35,4 +35,4 @@ def test_only_the_standard_library_is_imported(program: str) -> None:
 def test_the_interface_is_printed() -> None:
     place, interface, cores = run("kubernetes/pick_endpoint.py", "localhost", "0").stdout.split()
     assert place in ("127.0.0.1", "::1")
-    assert (interface, cores) == ("lo", str(node_facts.usable_cores()))
+    assert (interface, cores) == ("lo", str(node_facts.count_usable_cores()))

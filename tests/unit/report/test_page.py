@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dtctl.render import builtin_templates
+from dtctl.render import find_builtin_templates
 from dtctl.report.charts import build_charts, compute_goodput_curve
 from dtctl.report.history import build_run_history
 from dtctl.report.metrics import read_metrics_table
@@ -176,7 +176,7 @@ def test_a_run_that_continues_another_says_so(tmp_path: Path) -> None:
 
 def _colours(scheme: int) -> dict[str, tuple[float, ...]]:
     """Phase -> its colour of the light (0) or dark (1) scheme, as red, green and blue from 0 to 255."""
-    css = (builtin_templates() / "report" / "page.css").read_text()
+    css = (find_builtin_templates() / "report" / "page.css").read_text()
     found = re.findall(r"\.phase\.(\w+) { background: light-dark\(#(\w{6}), #(\w{6})\)", css)
     return {name: tuple(bytes.fromhex(colours[scheme])) for name, *colours in found}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dtctl.errors import SpecError
-from dtctl.runtime.data_loading.datasets import TensorData, TokenFile, make_batch_reader, to_device
+from dtctl.runtime.data_loading.datasets import TensorData, TokenFile, make_batch_reader, move_to_device
 from tests.facts import raises
 
 
@@ -57,11 +57,11 @@ def test_token_files_that_cannot_be(tmp_path: Path) -> None:
 
 def test_moving_keeps_the_shape_of_a_batch() -> None:
     batch = {"x": [torch.zeros(2), (torch.ones(1), "name")], "y": 3}
-    moved = to_device(batch, torch.device("meta"))
+    moved = move_to_device(batch, torch.device("meta"))
     assert moved["x"][0].device.type == moved["x"][1][0].device.type == "meta"
     assert moved["x"][1][1] == "name"
     assert moved["y"] == 3
-    assert to_device(batch, torch.device("cpu")) is batch
+    assert move_to_device(batch, torch.device("cpu")) is batch
 
 
 class Pair(NamedTuple):
@@ -85,30 +85,30 @@ class Encoding(UserDict[str, Any]):
 
 def test_batches_keep_their_class_whatever_it_is() -> None:
     meta, ones = torch.device("meta"), torch.ones(2)
-    pair = to_device(Pair(ones, [ones]), meta)
+    pair = move_to_device(Pair(ones, [ones]), meta)
     assert isinstance(pair, Pair)
     assert pair.inputs.is_meta
     assert pair.targets[0].is_meta
 
     given = Encoding({"ids": ones, "length": 2}, [7])
-    encoding = to_device(given, meta)
+    encoding = move_to_device(given, meta)
     assert isinstance(encoding, Encoding)
     assert encoding["ids"].is_meta
     assert (encoding["length"], encoding.encodings) == (2, [7])
     assert not given["ids"].is_meta, "the data set's own stays where it was"
 
-    example = to_device(Example(ones), meta)
+    example = move_to_device(Example(ones), meta)
     assert isinstance(example, Example)
     assert example.inputs.is_meta
     assert example.name == "a"
 
-    ordered = to_device(OrderedDict(b=ones, a=ones), meta)
+    ordered = move_to_device(OrderedDict(b=ones, a=ones), meta)
     assert (type(ordered), list(ordered)) == (OrderedDict, ["b", "a"])
     assert all(value.is_meta for value in ordered.values())
 
 
 def test_packed_sequences_know_themselves_what_goes_along() -> None:
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    moved = to_device(packed, torch.device("meta"))
+    moved = move_to_device(packed, torch.device("meta"))
     assert moved.data.is_meta
     assert not moved.batch_sizes.is_meta

@@ -11,7 +11,7 @@ from torch import nn
 
 from dtctl.runtime import Worker
 from dtctl.runtime.telemetry import hardware, meter
-from dtctl.runtime.telemetry.hardware import peak_flops
+from dtctl.runtime.telemetry.hardware import find_peak_flops
 from tests.unit.runtime.conftest import Make
 
 
@@ -92,7 +92,7 @@ def test_memory_is_that_of_the_process() -> None:
     ],
 )
 def test_peaks_are_found_by_name(name: str, precision: str, peak: float | None) -> None:
-    assert peak_flops(name, precision) == (peak if peak is None else pytest.approx(peak))
+    assert find_peak_flops(name, precision) == (peak if peak is None else pytest.approx(peak))
 
 
 def test_every_peak_has_a_source_and_half_is_faster() -> None:
@@ -104,10 +104,10 @@ def test_every_peak_has_a_source_and_half_is_faster() -> None:
 def test_use_is_known_where_peak_and_work_are(worker: Worker) -> None:
     assert meter.ModelFlopsUtilization(worker, "bf16", 1e9).compute_mfu(10.0) == {}
     model = nn.Linear(9, 10)
-    assert meter.flops_per_sample(model, None) is None
-    assert meter.flops_per_sample(model, 7) == 6 * 7 * 100
+    assert meter.estimate_flops_per_sample(model, None) is None
+    assert meter.estimate_flops_per_sample(model, 7) == 6 * 7 * 100
     model.flops_per_sample = 5  # type: ignore[assignment]
-    assert meter.flops_per_sample(model, 7) == 5.0
+    assert meter.estimate_flops_per_sample(model, 7) == 5.0
 
 
 def test_lines_have_what_was_measured(make: Make, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_the_fullest_worker_is_named() -> None:
 
 @pytest.mark.parametrize(("name", "peak"), [("NVIDIA A100-SXM4-80GB", 156e12), ("Tesla V100-SXM2-32GB", 15.7e12)])
 def test_tf32_has_a_peak_of_its_own_where_there_is_tf32(name: str, peak: float) -> None:
-    assert peak_flops(name, "tf32") == pytest.approx(peak)
+    assert find_peak_flops(name, "tf32") == pytest.approx(peak)
 
 
 def test_a_process_is_never_many_steps_ahead_of_its_gpu() -> None:

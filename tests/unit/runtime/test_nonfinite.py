@@ -171,7 +171,7 @@ def test_going_back_leaves_samples_out_and_lines_stand_once(
     assert not missing(capsys.readouterr().out, "gradient step 7 back step 4 12 samples")
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 13))
-    good, _ = read.newest_good(tmp_path / "snapshots")
+    good, _ = read.find_newest_good(tmp_path / "snapshots")
     assert good is not None
     assert good.manifest is not None
     assert good.manifest.facts["position"] == 60

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from dtctl.runtime.precision import LossScale, autocast, multiply_tensors
+from dtctl.runtime.precision import LossScale, make_autocast, multiply_tensors
 from dtctl.runtime.snapshot import read
 from tests.unit.runtime.conftest import Make, squared
 
 
 @pytest.mark.parametrize(("name", "kind"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_a_forward_pass_computes_in_the_format(name: str, kind: torch.dtype) -> None:
-    with autocast(name, torch.device("cpu")) or nullcontext():
+    with make_autocast(name, torch.device("cpu")) or nullcontext():
         assert nn.Linear(2, 2)(torch.zeros(1, 2)).dtype == kind
 
 
@@ -69,7 +69,7 @@ def test_overflow_skips_steps_until_the_scale_fits(make: Make, tmp_path: Path) -
     assert trainer.training.trained.loss_scale is not None
     assert trainer.training.trained.loss_scale.scale == 32768
     assert torch.equal(model.weight, start)
-    good, _ = read.newest_good(tmp_path / "snapshots")
+    good, _ = read.find_newest_good(tmp_path / "snapshots")
     assert good is not None
     assert good.manifest is not None
     assert good.manifest.facts["loss_scale"] == trainer.training.trained.loss_scale.state()

@@ -27,11 +27,11 @@ def test_restore_repeats_the_draws(worker: Worker) -> None:
 def test_gathered_states_are_of_ranks(worker: Worker) -> None:
     everyone = randomness.gather_rng_states(worker)
     assert everyone is not None
-    mine = randomness.of_rank(everyone, 0)
+    mine = randomness.select_rank_state(everyone, 0)
     assert mine is not None
     for name, tensor in randomness.capture_rng_states(worker.device).items():
         assert torch.equal(mine[name], tensor) or mine[name].isnan() == tensor.isnan()
-    assert randomness.of_rank(everyone, 1) is None
+    assert randomness.select_rank_state(everyone, 1) is None
 
 
 def test_streams_differ_by_seed_rank_and_step() -> None:

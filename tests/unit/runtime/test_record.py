@@ -22,7 +22,7 @@ from dtctl import names
 from dtctl.errors import SnapshotError
 from dtctl.runtime import Outcome, TensorData, Trainer
 from dtctl.runtime.exactness.losses import FILE as LOSSES
-from dtctl.runtime.exactness.record import FILE, from_text, to_text
+from dtctl.runtime.exactness.record import FILE, format_step_bits, parse_step_bits
 from dtctl.runtime.snapshot.format import layout
 from tests.facts import missing, raises
 from tests.unit.runtime.conftest import Make, network, points, squared
@@ -307,12 +307,12 @@ def test_a_record_that_was_damaged_says_nothing(make: Make) -> None:
     for _ in range(300):
         changed = bytearray(whole)
         changed[source.randrange(len(whole))] ^= 1 << source.randrange(8)
-        assert from_text(bytes(changed).decode(errors="replace")) in ([], from_text(whole.decode()))
+        assert parse_step_bits(bytes(changed).decode(errors="replace")) in ([], parse_step_bits(whole.decode()))
 
 
 def test_half_a_record_confirms_one_step(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     begin(make)
-    record().write_text(to_text(from_text(record().read_text())[:1]))
+    record().write_text(format_step_bits(parse_step_bits(record().read_text())[:1]))
     capsys.readouterr()
     make(SETTINGS).run()
     assert "exact: step 7 repeated bit for bit\n" in capsys.readouterr().out
@@ -321,10 +321,10 @@ def test_half_a_record_confirms_one_step(make: Make, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("field", ["losses", "gradient", "update"])
 def test_one_bit_is_enough(field: str, make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     begin(make)
-    first, second = from_text(record().read_text())
+    first, second = parse_step_bits(record().read_text())
     held = getattr(second, field)
     changed = tuple(bits ^ 1 for bits in held) if field == "losses" else held ^ 1
-    record().write_text(to_text([first, replace(second, **{field: changed})]))
+    record().write_text(format_step_bits([first, replace(second, **{field: changed})]))
     capsys.readouterr()
     make(SETTINGS).run()
     assert read_verdict(capsys.readouterr().out).startswith(

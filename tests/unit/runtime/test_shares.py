@@ -9,7 +9,7 @@ import pytest
 from dtctl import names
 from dtctl.errors import PlanError, SpecError
 from dtctl.runtime.data_loading import shares
-from dtctl.runtime.data_loading.shares import of_replicas, shares_of_all
+from dtctl.runtime.data_loading.shares import compute_replica_shares, gather_shares
 from dtctl.runtime.distributed.worker import resolve_worker_from_env
 from dtctl.train.batch import BatchSizes, compute_batch_sizes
 from dtctl.train.compatibility import require
@@ -30,36 +30,36 @@ def config(**values: object) -> TrainConfig:
 def test_shares_follow_from_the_names_of_gpus_and_nodes(
     wanted: dict[str, int], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shares, "gathered_json", lambda _value, _worker: FACTS)
-    assert shares_of_all(config(shares=wanted), resolve_worker_from_env({})) == expected
+    monkeypatch.setattr(shares, "gather_json", lambda _value, _worker: FACTS)
+    assert gather_shares(config(shares=wanted), resolve_worker_from_env({})) == expected
 
 
 @pytest.mark.parametrize("wanted", [{"H200": 2}, {"A100": 2, "b": 3}])
 def test_a_share_of_nobody_or_two_shares_of_one_are_refused(
     wanted: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shares, "gathered_json", lambda _value, _worker: FACTS)
+    monkeypatch.setattr(shares, "gather_json", lambda _value, _worker: FACTS)
     with pytest.raises(PlanError) as refused:
-        shares_of_all(config(shares=wanted), resolve_worker_from_env({}))
+        gather_shares(config(shares=wanted), resolve_worker_from_env({}))
     assert refused.value.where == "train.shares"
 
 
 def test_after_a_restart_the_nodes_may_be_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "gathered_json", lambda _value, _worker: FACTS)
+    monkeypatch.setattr(shares, "gather_json", lambda _value, _worker: FACTS)
     monkeypatch.setenv(names.ATTEMPT, "1")
-    assert shares_of_all(config(shares={"H200": 2, "c": 3}), resolve_worker_from_env({})) == [1, 1, 3]
+    assert gather_shares(config(shares={"H200": 2, "c": 3}), resolve_worker_from_env({})) == [1, 1, 3]
 
 
 def test_one_process_knows_its_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(names.NODE, "here")
-    assert shares_of_all(config(shares={"here": 2}), resolve_worker_from_env({})) == [2]
+    assert gather_shares(config(shares={"here": 2}), resolve_worker_from_env({})) == [2]
 
 
 def test_workers_of_one_part_of_a_batch_have_one_share() -> None:
     mesh = Degrees(fsdp=2, tp=2)
-    assert of_replicas([3, 3, 1, 1], mesh) == (3, 1)
+    assert compute_replica_shares([3, 3, 1, 1], mesh) == (3, 1)
     with pytest.raises(PlanError):
-        of_replicas([3, 1, 3, 1], mesh)
+        compute_replica_shares([3, 1, 3, 1], mesh)
 
 
 def test_a_global_batch_is_divided_by_shares() -> None:

@@ -116,7 +116,7 @@ def test_the_gpu_of_a_worker(monkeypatch: pytest.MonkeyPatch, count: int, visibl
 
 def test_nobody_trains_on_the_cpu_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
     shows(monkeypatch, 0)
-    monkeypatch.setattr(node_facts, "nvidia_devices", lambda: ["nvidia0"])
+    monkeypatch.setattr(node_facts, "list_nvidia_devices", lambda: ["nvidia0"])
 
     def init() -> None:
         raise RuntimeError("CUDA initialization: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet")
@@ -126,10 +126,10 @@ def test_nobody_trains_on_the_cpu_by_accident(monkeypatch: pytest.MonkeyPatch) -
         resolve_worker_from_env(TORCHRUN)
     for hidden in ("", "-1"):
         assert resolve_worker_from_env({**TORCHRUN, "CUDA_VISIBLE_DEVICES": hidden}).device.type == "cpu"
-    monkeypatch.setattr(node_facts, "nvidia_devices", list)
-    monkeypatch.setattr(node_facts, "amd_devices", list)
+    monkeypatch.setattr(node_facts, "list_nvidia_devices", list)
+    monkeypatch.setattr(node_facts, "list_amd_devices", list)
     assert resolve_worker_from_env(TORCHRUN).device.type == "cpu"
-    monkeypatch.setattr(node_facts, "amd_devices", lambda: ["renderD128"])
+    monkeypatch.setattr(node_facts, "list_amd_devices", lambda: ["renderD128"])
     with raises(PlanError, "GPUs"):
         resolve_worker_from_env(TORCHRUN)
     assert resolve_worker_from_env({**TORCHRUN, "HIP_VISIBLE_DEVICES": ""}).device.type == "cpu"
@@ -151,5 +151,5 @@ def test_another_version_on_the_node_is_told(
     monkeypatch.delenv(names.VERSION, raising=False)
     if launched_by is not None:
         monkeypatch.setenv(names.VERSION, launched_by)
-    text = main.other_version()
+    text = main.describe_other_version()
     assert ("99.0" in text and dtctl.__version__ in text) is told

@@ -28,18 +28,20 @@ def sandbox_in(state: Path) -> Sandbox:
 
 @given(PATHS, st.integers(1, MAX_NODES))
 def test_names_of_interfaces_fit_the_kernel(state: Path, index: int) -> None:
-    for name in (layout.bridge_name(state), layout.link_name(state, index)):
+    for name in (layout.build_bridge_name(state), layout.link_name(state, index)):
         assert 0 < len(name) <= 15
         assert name.isalnum()
 
 
 def test_hosts_have_addresses_of_their_own(tmp_path: Path) -> None:
-    cards = {layout.mac_address(state, index) for state in (tmp_path / "a", tmp_path / "b") for index in range(1, 251)}
+    cards = {
+        layout.build_mac_address(state, index) for state in (tmp_path / "a", tmp_path / "b") for index in range(1, 251)
+    }
     assert len(cards) == 500
     first = int(next(iter(cards))[:2], 16)
     assert first & 2, "locally administered"
     assert not first & 1, "not a group's"
-    assert layout.mac_address(tmp_path, 3) == layout.mac_address(tmp_path, 3)
+    assert layout.build_mac_address(tmp_path, 3) == layout.build_mac_address(tmp_path, 3)
 
 
 @given(PATHS, st.lists(st.integers(0, 65_535), max_size=30))
@@ -99,14 +101,14 @@ def test_hosts_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "a b", "../x", "a/b", ".", "x" * 41, "$(id)"])
 def test_names_that_no_sandbox_can_have(name: str) -> None:
     with raises(SandboxError, "name sandbox"):
-        layout.state_dir(name)
+        layout.build_state_dir(name)
 
 
 def test_where_a_sandbox_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DTCTL_SANDBOX_DIR", str(tmp_path))
-    assert layout.state_dir("main-1_a") == tmp_path / "main-1_a"
+    assert layout.build_state_dir("main-1_a") == tmp_path / "main-1_a"
     monkeypatch.delenv("DTCTL_SANDBOX_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    assert layout.state_dir("x") == tmp_path / "state" / "dtctl" / "sandbox" / "x"
+    assert layout.build_state_dir("x") == tmp_path / "state" / "dtctl" / "sandbox" / "x"
     monkeypatch.delenv("DTCTL_SANDBOX", raising=False)
-    assert layout.default_name() == "default"
+    assert layout.choose_default_name() == "default"

@@ -24,8 +24,8 @@ from dtctl.launch.records.run_writer import RunWriter
 from dtctl.plan.bind import AttemptFacts, bind_plan
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import ThreadCount
-from dtctl.render import node_script
-from dtctl.slurm.job_control import granted_cores, job_in, open_ledger, own_address
+from dtctl.render import render_node_script
+from dtctl.slurm.job_control import build_job_in_allocation, open_ledger, own_address, read_granted_cores
 from dtctl.slurm.job_file import JobFile, read_job_file
 from dtctl.slurm.launcher_files import START, make_launcher, pack_modules
 from dtctl.spec.load import parse_spec
@@ -153,7 +153,7 @@ def test_a_plan_inside_the_job_is_the_plan_outside(name: str, tmp_path: Path, mo
     assert inside.nodes[1].argv == outside.nodes[1].argv
     assert inside.nodes[1].setup[1:] == outside.nodes[1].setup
     for one, other in zip(inside.nodes, outside.nodes, strict=True):
-        expected = node_script(outside, other, base_dir=tmp_path)
+        expected = render_node_script(outside, other, base_dir=tmp_path)
         assert environment_of(file.make_script(inside, one)) == environment_of(expected)
 
 
@@ -200,7 +200,7 @@ def test_a_launch_inside_is_the_launch_outside(tmp_path: Path, monkeypatch: pyte
     file = told(spec_of("secret", tmp_path))
     environ = {names.RUN_ID: "run-1", "SLURM_JOB_ID": "7", "KEY": "value"}
     addresses = {"n1": "10.0.0.1", "n2": "10.0.0.2", "n3": "10.0.0.3"}
-    job = job_in(file, addresses, tmp_path, environ, attempt=0)
+    job = build_job_in_allocation(file, addresses, tmp_path, environ, attempt=0)
     assert [node.name for node in job.first_plan.nodes] == ["n1", "n2"]
     assert [*job.spares] == ["n3"]
     assert job.spares["n3"].node_rank == 1
@@ -219,7 +219,7 @@ def test_a_launch_inside_is_the_launch_outside(tmp_path: Path, monkeypatch: pyte
 def test_nodes_that_differ_have_scripts_of_their_own(tmp_path: Path) -> None:
     nodes = "cluster: {transport: slurm, nodes: [{name: a, slots: 2}, {name: b, slots: 1, env: {ONLY: here}}]}\n"
     spec = parse_spec(nodes + SPECS["direct"], source="dtctl.yaml", base_dir=tmp_path)
-    job = job_in(
+    job = build_job_in_allocation(
         told(spec), {"n1": "10.0.0.1", "n2": "10.0.0.2"}, tmp_path,
         {names.RUN_ID: "run-1", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "3"}, attempt=0,
     )  # fmt: skip
@@ -231,13 +231,13 @@ def test_nodes_that_differ_have_scripts_of_their_own(tmp_path: Path) -> None:
 
 def test_processors_are_those_that_slurm_has_given() -> None:
     environ = {"SLURM_JOB_CPUS_PER_NODE": "72(x2),36"}
-    assert granted_cores(["a", "b", "c", "d"], environ) == {"a": 72, "b": 72, "c": 36}
-    assert granted_cores(["a"], {}) == {}
+    assert read_granted_cores(["a", "b", "c", "d"], environ) == {"a": 72, "b": 72, "c": 36}
+    assert read_granted_cores(["a"], {}) == {}
 
 
 def test_several_nodes_never_meet_at_an_address_that_each_has_for_itself() -> None:
     """A name that only Slurm knows, or that /etc/hosts takes for this machine."""
-    assert own_address("nowhere.invalid", "localhost") == node_facts.address_towards("192.0.2.1")
+    assert own_address("nowhere.invalid", "localhost") == node_facts.find_address_towards("192.0.2.1")
 
 
 def test_a_damaged_launcher_is_named(tmp_path: Path) -> None:

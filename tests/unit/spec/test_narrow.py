@@ -9,7 +9,7 @@ from dtctl.spec.load import dump_spec, parse_spec
 from dtctl.spec.model import Spec
 from dtctl.spec.narrow import narrow_nodes
 from dtctl.spec.nodes import resolve_nodes, resolve_spares
-from dtctl.spec.quick import spec_from_nodes
+from dtctl.spec.quick import build_quick_spec
 
 REPEATED = "name each node once; `--slots N` sets the number of workers on a node"
 
@@ -68,7 +68,7 @@ def test_unknown_nodes_are_named(text: str, message: str, hint: str) -> None:
         narrowed("transport: ssh, nodes: ['gpu[1-3]']", text)
     if hint == REPEATED:
         with pytest.raises(SpecError, match=message):
-            spec_from_nodes(text, slots=1, argv=["t.py"], overrides=(), base_dir=Path("/project"))
+            build_quick_spec(text, slots=1, argv=["t.py"], overrides=(), base_dir=Path("/project"))
     assert (caught.value.message, caught.value.where, caught.value.hint) == (message, "--nodes", hint)
 
 

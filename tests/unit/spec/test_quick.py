@@ -5,11 +5,11 @@ import pytest
 from dtctl.errors import SpecError
 from dtctl.spec.load import dump_spec, parse_spec
 from dtctl.spec.model import Spec
-from dtctl.spec.quick import spec_from_nodes
+from dtctl.spec.quick import build_quick_spec
 
 
 def quick(nodes: str, *argv: str, slots: int | None = None, overrides: tuple[str, ...] = ()) -> Spec:
-    return spec_from_nodes(nodes, slots=slots, argv=argv, overrides=overrides, base_dir=Path("/here"))
+    return build_quick_spec(nodes, slots=slots, argv=argv, overrides=overrides, base_dir=Path("/here"))
 
 
 def test_a_script() -> None:

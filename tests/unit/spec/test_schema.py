@@ -1,10 +1,10 @@
 from typing import Any
 
 from dtctl.spec.model import Spec
-from dtctl.spec.schema import collect_key_documentation, json_schema
+from dtctl.spec.schema import build_json_schema, collect_key_documentation
 from dtctl.spec.section import Section
 
-SCHEMA = json_schema()
+SCHEMA = build_json_schema()
 
 
 def properties(section: str) -> dict[str, Any]:

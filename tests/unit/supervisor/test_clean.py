@@ -16,7 +16,7 @@ def test_what_a_killed_run_has_left_in_memory_is_shown_and_goes_with_it(tmp_path
     (run / "supervisor.json").write_text("{}")
     (without,) = clean.list_stored_items(str(tmp_path))
     assert without.has == []
-    memory = Path(folders.memory_folder(str(run)))
+    memory = Path(folders.choose_memory_folder(str(run)))
     try:
         (memory / "snapshots").mkdir(parents=True)
         (memory / "snapshots" / "model").write_bytes(os.urandom(1 << 20))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.supervisor import exit_cause
-from dtctl.supervisor.exit_cause import OomCounters, full_disk
+from dtctl.supervisor.exit_cause import OomCounters, describe_full_disk
 
 
 def machine(root: Path, *, cgroup: int, vmstat: int) -> str:
@@ -53,8 +53,8 @@ def test_the_kernels_log_names_the_process(tmp_path: Path) -> None:
 
 
 def test_a_disk_with_space_is_not_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert full_disk(str(tmp_path)) == ""
-    assert full_disk("/proc") == "", "which has no blocks at all"
-    assert full_disk(str(tmp_path / "none")) == ""
+    assert describe_full_disk(str(tmp_path)) == ""
+    assert describe_full_disk("/proc") == "", "which has no blocks at all"
+    assert describe_full_disk(str(tmp_path / "none")) == ""
     monkeypatch.setattr(exit_cause, "FULL_BYTES", 1 << 60)
-    assert full_disk(str(tmp_path)) == f"the disk of {tmp_path} is full"
+    assert describe_full_disk(str(tmp_path)) == f"the disk of {tmp_path} is full"

@@ -27,7 +27,7 @@ def test_the_own_address_is_the_one_that_was_connected_to(
     monkeypatch: pytest.MonkeyPatch, value: str, address: str
 ) -> None:
     monkeypatch.setenv("SSH_CONNECTION", value)
-    assert facts.server_address() == address
+    assert facts.find_server_address() == address
 
 
 @pytest.mark.parametrize(

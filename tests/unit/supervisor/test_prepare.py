@@ -10,7 +10,7 @@ import pytest
 from dtctl.supervisor import frames, processes
 from dtctl.supervisor.messages.setup import Prepare
 from dtctl.supervisor.requests import RequestFailed
-from dtctl.supervisor.setup import check_start_conditions, runs_under_way
+from dtctl.supervisor.setup import check_start_conditions, list_running_runs
 from tests.facts import missing
 
 
@@ -48,5 +48,5 @@ def test_only_runs_whose_supervisor_lives_are_under_way(tmp_path: Path) -> None:
         (tmp_path / run / processes.RECORD).write_bytes(content)
     (tmp_path / "without-any").mkdir()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    assert runs_under_way(str(tmp_path)) == ["living"]
-    assert runs_under_way(str(tmp_path / "nowhere")) == []
+    assert list_running_runs(str(tmp_path)) == ["living"]
+    assert list_running_runs(str(tmp_path / "nowhere")) == []

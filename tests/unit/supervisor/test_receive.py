@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtctl.launch.files.push import PayloadCache, push_tree_to_node
-from dtctl.launch.files.tree import TreeFile, scan_push_tree, tree_digest
+from dtctl.launch.files.tree import TreeFile, compute_tree_digest, scan_push_tree
 from dtctl.supervisor import frames, receive
 from tests.unit.pushing import bring, left_in, listing, node, release
 
@@ -56,7 +56,7 @@ def row(path: str, data: bytes = b"", *, mode: int = FILE, link: str = "", **cha
 def digest_of(rows: object) -> str:
     """The tree's digest as a sender would compute it; of nonsense, any."""
     try:
-        return tree_digest([TreeFile(r[0].encode("latin-1"), r[1], r[2], r[3]) for r in rows])  # type: ignore[attr-defined]
+        return compute_tree_digest([TreeFile(r[0].encode("latin-1"), r[1], r[2], r[3]) for r in rows])  # type: ignore[attr-defined]
     except (TypeError, ValueError, IndexError, AttributeError, KeyError):
         return "0" * 32
 

@@ -12,7 +12,7 @@ from dtctl.plan.build import build
 from dtctl.plan.model import Plan
 from dtctl.spec.load import parse_spec
 from dtctl.spec.nodes import resolve_nodes
-from dtctl.train.compatibility import require, stages_per_worker
+from dtctl.train.compatibility import count_stages_per_worker, require
 from dtctl.train.config import load
 from dtctl.train.mesh import Degrees
 from tests.facts import raises
@@ -46,7 +46,7 @@ def test_sequence_parallelism_is_refused() -> None:
 @pytest.mark.parametrize(("schedule", "per_worker"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
 def test_stages_per_worker_follow_the_schedule(schedule: str, per_worker: int) -> None:
     config = load({"pipeline": {"schedule": schedule}}, argv=[], environ={})
-    assert stages_per_worker(config.pipeline) == per_worker
+    assert count_stages_per_worker(config.pipeline) == per_worker
 
 
 @pytest.mark.parametrize(

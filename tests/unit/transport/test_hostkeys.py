@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtctl.errors import HostKeyError
-from dtctl.transport.hostkeys import KnownKey, check_host_key, compute_key_fingerprint, known_keys, lookup_name
+from dtctl.transport.hostkeys import KnownKey, check_host_key, compute_key_fingerprint, list_known_keys, lookup_name
 from tests.facts import raises
 
 
@@ -54,7 +54,7 @@ def known(tmp_path: Path) -> Path:
 def shown(key: Key, host: str, file: Path, port: int = 22, alias: str | None = None) -> None:
     """What happens when `host` shows `key` and `file` is on record."""
     name = lookup_name(host, port, alias)
-    found = known_keys(name, [str(file)])
+    found = list_known_keys(name, [str(file)])
     check_host_key(name, key.kind, key.blob, found, node="gpu1", files=[str(file)])
 
 
@@ -109,7 +109,7 @@ def test_the_names_of_files_and_lines_are_those_of_the_second_file(keys: dict[st
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_text("")
     two.write_text(f"gpu1 {keys['rsa'].line}\n")
-    (found,) = known_keys("gpu1", [str(one), str(two)])
+    (found,) = list_known_keys("gpu1", [str(one), str(two)])
     assert (found.place, found.key_type, found.revoked) == (f"{two}:1", "ssh-rsa", False)
 
 
@@ -181,7 +181,7 @@ def test_patterns_match_what_ssh_keygen_finds(keys: dict[str, Key], known: Path,
     known.write_text("".join(f"{pattern} {keys['ed25519'].line}\n" for pattern in PATTERNS))
     done = subprocess.run(["ssh-keygen", "-F", name, "-f", known], capture_output=True, text=True, check=False)
     theirs = [line.split("line ")[1].split()[0] for line in done.stdout.splitlines() if line.startswith("#")]
-    ours = [key.place.rpartition(":")[2] for key in known_keys(name, [str(known)]) if not key.confirms_only]
+    ours = [key.place.rpartition(":")[2] for key in list_known_keys(name, [str(known)]) if not key.confirms_only]
     assert ours == theirs, [PATTERNS[int(number) - 1] for number in {*ours} ^ {*theirs}]
 
 
@@ -191,7 +191,7 @@ def test_damaged_lines_are_passed_over(keys: dict[str, Key], known: Path) -> Non
         b"gpu1\ngpu1 ssh-ed25519\ngpu1 ssh-ed25519 not*base64\n|1|short ssh-rsa AAAA\n|1|a*|b* ssh-rsa AAAA\n@revoked\n"
         b"\xff\xfe binary\n" + good.encode() + b"gpu1 ssh-rsa"
     )
-    found = known_keys("gpu1", [str(known)])
+    found = list_known_keys("gpu1", [str(known)])
     assert [(key.blob, key.place) for key in found] == [(keys["rsa"].blob, f"{known}:8")]
     shown(keys["rsa"], "gpu1", known)
 

@@ -15,8 +15,15 @@ import pytest
 from dtctl.errors import AuthError, ConnectError, HostKeyError, LaunchError, TransportError
 from dtctl.transport import openssh
 from dtctl.transport.base import Target
-from dtctl.transport.openssh import OpenSshStream, OpenSshTransport, SshLogin, _line_of, config_text, waiting_script
-from dtctl.transport.openssh_errors import SshMessages, explain_failed_login, is_busy, login_command
+from dtctl.transport.openssh import (
+    OpenSshStream,
+    OpenSshTransport,
+    SshLogin,
+    _line_of,
+    build_waiting_script,
+    render_ssh_config,
+)
+from dtctl.transport.openssh_errors import SshMessages, explain_failed_login, format_login_command, is_busy
 from tests.hosts import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh")
@@ -56,7 +63,7 @@ def settings(config: Path, *options: str) -> dict[str, str]:
 def test_what_must_hold_does_whatever_the_users_configuration_says(tmp_path: Path, name: str) -> None:
     user, known, made = tmp_path / name, tmp_path / f"known {name}", tmp_path / "made"
     user.write_text(f"{OPPOSITE}  Port 2222\n")
-    made.write_text(config_text(str(user), str(known)))
+    made.write_text(render_ssh_config(str(user), str(known)))
     found = settings(made)
     assert {key: found.get(key) for key in HELD} == HELD
     assert "remotecommand" not in found or found["remotecommand"] == "none"
@@ -67,7 +74,7 @@ def test_what_must_hold_does_whatever_the_users_configuration_says(tmp_path: Pat
 
 def test_no_configuration_is_none(tmp_path: Path) -> None:
     made = tmp_path / "made"
-    made.write_text(config_text("none", None))
+    made.write_text(render_ssh_config("none", None))
     assert "Include" not in made.read_text()
     assert settings(made)["batchmode"] == "yes"
 
@@ -149,8 +156,8 @@ def test_a_command_in_one_line_is_the_same_command(command: str) -> None:
 def run_waiting(shell: str, data: bytes, **environ: str) -> tuple[int, bytes]:
     """Exit status and output of a shell that is given a command and its input."""
     done = subprocess.run(
-        [shell, "-c", waiting_script("ready", 10_000)], input=data, stdout=subprocess.PIPE, check=False, timeout=100,
-        env={**os.environ, **environ},
+        [shell, "-c", build_waiting_script("ready", 10_000)], input=data, stdout=subprocess.PIPE, check=False,
+        timeout=100, env={**os.environ, **environ},
     )  # fmt: skip
     return done.returncode, done.stdout
 
@@ -176,7 +183,7 @@ def test_half_a_command_is_not_run(shell: str) -> None:
 @pytest.mark.parametrize("given", [b"", b"echo marker"], ids=["nothing", "half a line"])
 def test_a_shell_that_waits_for_its_command_ends_by_itself(shell: str, given: bytes) -> None:
     """Nothing tells it that a link was cut: its input does not end."""
-    argv = [shell, "-c", waiting_script("ready", 1)]
+    argv = [shell, "-c", build_waiting_script("ready", 1)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -323,7 +330,7 @@ def test_what_is_said_at_each_end_is_no_loss() -> None:
 def test_the_command_to_try_is_what_is_tried() -> None:
     target = replace(TARGET, user="me", port=2222, identity_file="/k 1", ssh_config="/c", known_hosts="/h")
     expected = "ssh -o BatchMode=yes -F /c -o UserKnownHostsFile=/h -i '/k 1' -p 2222 me@10.0.0.1 true"
-    assert login_command(target) == expected
+    assert format_login_command(target) == expected
 
 
 def test_a_program_that_is_not_there_is_an_error(tmp_path: Path) -> None:

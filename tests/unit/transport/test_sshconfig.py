@@ -12,7 +12,7 @@ import pytest
 from dtctl.errors import ConnectError
 from dtctl.transport import sshconfig
 from dtctl.transport.base import Target
-from dtctl.transport.sshconfig import SshSettings, jump_parts, resolve_ssh_settings
+from dtctl.transport.sshconfig import SshSettings, parse_jump_host, resolve_ssh_settings
 from tests.facts import raises
 
 HOME = str(Path.home())
@@ -80,16 +80,16 @@ def test_match_exec_is_run(config: Path, tmp_path: Path) -> None:
 
 
 def test_a_jump_host_is_taken_apart_as_openssh_writes_it(config: Path) -> None:
-    assert [jump_parts(text) for text in asked(config, "inner").proxy_jump] == [
+    assert [parse_jump_host(text) for text in asked(config, "inner").proxy_jump] == [
         ("bob", "10.9.9.9", 2222),
         (None, "second", None),
     ]
     assert asked(config, "four").proxy_jump == ("me@[10.9.9.9]:2222",)
-    assert jump_parts("me@[10.9.9.9]:2222") == ("me", "10.9.9.9", 2222)
-    assert [jump_parts(text) for text in asked(config, "six").proxy_jump] == [(None, "fe80::1", None)]
-    assert jump_parts("a@b@host:22") == ("a@b", "host", 22)
-    assert jump_parts("fe80::1") == (None, "fe80::1", None)
-    assert jump_parts("u@[fe80::1]:2200") == ("u", "fe80::1", 2200)
+    assert parse_jump_host("me@[10.9.9.9]:2222") == ("me", "10.9.9.9", 2222)
+    assert [parse_jump_host(text) for text in asked(config, "six").proxy_jump] == [(None, "fe80::1", None)]
+    assert parse_jump_host("a@b@host:22") == ("a@b", "host", 22)
+    assert parse_jump_host("fe80::1") == (None, "fe80::1", None)
+    assert parse_jump_host("u@[fe80::1]:2200") == ("u", "fe80::1", 2200)
 
 
 def test_the_tokens_of_a_proxy_command_are_filled_in(config: Path) -> None:

@@ -87,11 +87,11 @@ def _encoded_rarely(value: Any, path: str) -> Any:
         order = {"order": "F"} if value.flags.f_contiguous and not value.flags.c_contiguous else {}
         return {"$array": torch.from_numpy(np.ascontiguousarray(value)), "shape": list(value.shape), **order}
     if is_generator(value):
-        return {"$generator": generator_state(value)}
+        return {"$generator": encode_generator_state(value)}
     return None
 
 
-def with_devices(tree: Any) -> Any:
+def add_device_facts(tree: Any) -> Any:
     """Return an encoded tree with more facts about its tensors: on an accelerator, with a gradient, transposed."""
     if isinstance(tree, torch.Tensor):
         facts: dict[str, Any] = {"requires_grad": True} if tree.requires_grad and tree.is_leaf else {}
@@ -101,8 +101,8 @@ def with_devices(tree: Any) -> Any:
             return tree
         return {"$on": tree.device.type, "tensor": tree.detach(), **facts}
     if isinstance(tree, dict):
-        return {key: with_devices(value) for key, value in tree.items()}
-    return [with_devices(value) for value in tree] if isinstance(tree, list) else tree
+        return {key: add_device_facts(value) for key, value in tree.items()}
+    return [add_device_facts(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def _is_permuted(tensor: torch.Tensor) -> bool:
@@ -164,7 +164,7 @@ def is_generator(value: object) -> bool:
     return isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState)
 
 
-def generator_state(generator: Generator) -> Any:
+def encode_generator_state(generator: Generator) -> Any:
     """Return the encoded state of a generator, without drawing from it."""
     if isinstance(generator, torch.Generator):
         return {"torch": generator.get_state()}

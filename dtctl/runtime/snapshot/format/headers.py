@@ -85,7 +85,7 @@ class UniqueNames:
         return chosen
 
 
-def to_bytes(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+def encode_header(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
     """Return the bytes of the file before its data.
 
     Args:

@@ -130,7 +130,7 @@ def build_snapshot_path(folder: Place, step: int) -> Place:
     return folder / f"step-{step:08d}"
 
 
-def attempt_name(step: int) -> str:
+def build_attempt_name(step: int) -> str:
     """Return the name of a snapshot's folder in a store without renaming: `step-00000100.20261121T195221-5f0c93d1`.
 
     No two attempts to write have the same name. So files that a dead writer has left, or still sends, never become part
@@ -140,7 +140,7 @@ def attempt_name(step: int) -> str:
     return f"step-{step:08d}.{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
-def piece_name(part: str, rank: int) -> str:
+def build_piece_name(part: str, rank: int) -> str:
     """Return the name, without suffix, of the file with one worker's pieces of a part."""
     return f"{part}.{rank:05d}"
 
@@ -151,8 +151,8 @@ def parse_piece_rank(name: str) -> int | None:
     return int(match[2]) if match else None
 
 
-def part_of_piece(name: str) -> str | None:
-    """Return the part whose pieces a file has, by its name; None for a name that is not from `piece_name`."""
+def parse_piece_name(name: str) -> str | None:
+    """Return the part whose pieces a file has, by its name; None for a name that is not from `build_piece_name`."""
     match = _PIECES.match(name)
     return match[1] if match else None
 
@@ -178,7 +178,7 @@ def list_folder_entries(path: Place) -> dict[str, int | None]:
     return {file.name: file.stat().st_size if file.is_file() else None for file in path.iterdir()}
 
 
-def size_bytes(path: Place) -> int:
+def read_file_size(path: Place) -> int:
     """Return the size of a file in bytes; raise OSError if it does not exist."""
     return path.size_bytes() if isinstance(path, RemotePath) else path.stat().st_size
 
@@ -193,7 +193,7 @@ class Hasher(Protocol):
         """Return the digest of all bytes so far."""
 
 
-def default_hash(*, in_memory: bool = False) -> str:
+def choose_hash(*, in_memory: bool = False) -> str:
     """Return the fastest available hash: BLAKE3 (3.5 GB/s on one core), else SHA-256 (0.2 to 1.5 GB/s).
 
     Args:
@@ -223,7 +223,7 @@ def build_hasher(name: str) -> Hasher:
     return made
 
 
-def file_digest(path: Place, name: str, contents: memoryview | None = None) -> str:
+def compute_file_digest(path: Place, name: str, contents: memoryview | None = None) -> str:
     """Return the digest of a file's bytes.
 
     Args:

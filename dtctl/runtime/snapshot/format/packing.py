@@ -55,7 +55,7 @@ class PartOutline:
                 "shape": list(slot.shape),
                 "data_offsets": [slot.begin, slot.end],
             }
-        return headers.to_bytes(document, {headers.TREE: _format_tree_json(self.tree)})
+        return headers.encode_header(document, {headers.TREE: _format_tree_json(self.tree)})
 
 
 def build_part_outline(part: Any) -> tuple[PartOutline, list[torch.Tensor]]:

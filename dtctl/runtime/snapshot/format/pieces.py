@@ -12,7 +12,7 @@ from torch import nn
 
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot import assembly
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 
 GONE: Final = object()
 """Marker for a value that another worker writes."""
@@ -67,10 +67,10 @@ def shard_tensor_like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor
     if hasattr(whole, "device_mesh") or not hasattr(tensor, "device_mesh") or tensor.shape != whole.shape:
         return whole
     offset, shape = compute_local_box(tensor)
-    return sharded_like(tensor, whole[tuple(slice(i, i + size) for i, size in zip(offset, shape, strict=True))])
+    return shard_like(tensor, whole[tuple(slice(i, i + size) for i, size in zip(offset, shape, strict=True))])
 
 
-def sharded_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def shard_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Return a DTensor sharded like `tensor`, with `part` as this worker's part."""
     from torch.distributed.tensor import DTensor
 
@@ -121,7 +121,7 @@ class PieceAssignment:
         changed = torch.tensor([int(have != self._had)])
         if int(self._worker.sum(changed)):
             self._had = have
-            everyone = gathered_json(have, self._worker)
+            everyone = gather_json(have, self._worker)
             self._mine = frozenset(self._choose_written_keys(everyone))
         left = _remove_foreign_tensors(parts, (), self._mine)
         return left if isinstance(left, dict) else {}

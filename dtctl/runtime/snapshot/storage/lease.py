@@ -96,7 +96,7 @@ def build_own_holder() -> LeaseHolder:
 
 def _read_boot_and_namespace() -> tuple[str, str]:
     try:
-        return node_facts.boot_id(), str(Path("/proc/self/ns/pid").readlink())
+        return node_facts.read_boot_id(), str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return socket.gethostname(), ""
 

@@ -58,7 +58,7 @@ class RetentionRule:
         return steps | {step for step, _ in good if step in self.best}
 
 
-def made_s(path: Place) -> float:
+def find_creation_time(path: Place) -> float:
     """Return the time when a snapshot was made, in seconds since the epoch."""
     return (path / layout.COMMIT).modified_s() if isinstance(path, RemotePath) else path.stat().st_mtime
 
@@ -80,7 +80,7 @@ def remove_expired_snapshots(folder: Place, *, newest: Place, rule: RetentionRul
         is_candidate = step < last or path == newest
         if is_candidate and (path / layout.COMMIT).is_file():
             steps[path] = step
-    made = [(step, made_s(path) if rule.every_s else 0.0) for path, step in steps.items()]
+    made = [(step, find_creation_time(path) if rule.every_s else 0.0) for path, step in steps.items()]
     kept_steps = rule.choose_retained_steps(made) | {last}
     gone = [path for _, path in listed if steps.get(path) not in kept_steps]
     gone += [path for path in folder.iterdir() if _is_draft(path)]

@@ -39,7 +39,7 @@ class StagedState:
             self.arrived.synchronize()
 
 
-def page_locked(size_bytes: int) -> torch.Tensor:
+def allocate_page_locked(size_bytes: int) -> torch.Tensor:
     """Return memory of this size that a GPU can copy to while it computes.
 
     torch's own pinned memory is rounded up to a power of two (20 GiB to 32 GiB), and never freed. It is used where
@@ -121,7 +121,7 @@ class StagingBuffer:
         if not large_enough:
             self._views, self._buffer = [], torch.empty(0)  # freed first, so that there are never two buffers
             _require_room(size_bytes, capacity.compute_node_memory_bytes())
-            self._buffer = page_locked(size_bytes) if pinned else torch.empty(size_bytes, dtype=torch.uint8)
+            self._buffer = allocate_page_locked(size_bytes) if pinned else torch.empty(size_bytes, dtype=torch.uint8)
         self._layout = layout
         self._views = [
             packing.view_slot_tensor(self._buffer[begin : begin + outline.size_bytes], slot)

@@ -11,7 +11,7 @@ from dtctl import names
 from dtctl.errors import DtctlError, SnapshotError
 from dtctl.runtime.distributed.worker import Worker
 from dtctl.runtime.snapshot.format import layout
-from dtctl.runtime.snapshot.json_collectives import gathered_json
+from dtctl.runtime.snapshot.json_collectives import gather_json
 from dtctl.runtime.snapshot.storage.durable import make_durable_folder
 from dtctl.runtime.snapshot.storage.place import Place, RemotePath
 
@@ -44,7 +44,7 @@ def find_shared_stores(folder: Place, worker: Worker, *, in_memory: bool = False
         SnapshotError: a worker cannot write there; raised on every worker.
     """
     at_url = isinstance(folder, RemotePath)
-    token = str(gathered_json(secrets.token_hex(8), worker)[0])
+    token = str(gather_json(secrets.token_hex(8), worker)[0])
     error, visible_ranks = None, []
     try:
         make_durable_folder(folder)
@@ -53,7 +53,7 @@ def find_shared_stores(folder: Place, worker: Worker, *, in_memory: bool = False
     except (OSError, DtctlError) as exc:
         error = str(exc)
     rack = os.environ.get(names.RACK, "")
-    reports = gathered_json([error, worker.local_rank == 0, layout.default_hash(in_memory=in_memory), rack], worker)
+    reports = gather_json([error, worker.local_rank == 0, layout.choose_hash(in_memory=in_memory), rack], worker)
     left = [rank for rank, (_, has_left, *_) in enumerate(reports) if has_left]
     if error is None:
         try:
@@ -64,7 +64,7 @@ def find_shared_stores(folder: Place, worker: Worker, *, in_memory: bool = False
             ]
         except DtctlError as exc:
             error = str(exc)
-    places = gathered_json([error, visible_ranks[:1]], worker)
+    places = gather_json([error, visible_ranks[:1]], worker)
     if worker.local_rank == 0 and error is None:
         with contextlib.suppress(DtctlError):  # a leftover file is removed with the next pruning
             _build_sign_path(folder, token, worker.rank).unlink(missing_ok=True)

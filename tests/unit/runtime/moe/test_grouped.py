@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtctl.runtime.moe.grouped import feed_forward
+from dtctl.runtime.moe.grouped import compute_feed_forward
 
 WIDTH, HIDDEN = 16, 24
 
@@ -36,7 +36,7 @@ def operands(counts: Sequence[int], dtype: torch.dtype = torch.float32) -> list[
 @pytest.mark.parametrize("counts", [(3, 5, 1), (0, 7, 0, 2), (4,)], ids=str)
 def test_the_bits_are_those_of_a_loop_over_experts(counts: tuple[int, ...], autocast: bool) -> None:
     results = []
-    for compute in (feed_forward, loop):
+    for compute in (compute_feed_forward, loop):
         rows, gate, up, down = values = operands(counts)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             output = compute(rows, counts, gate, up, down)
@@ -52,19 +52,19 @@ def test_the_bits_are_those_of_a_loop_over_experts(counts: tuple[int, ...], auto
 def test_autocast_leaves_double_precision_alone() -> None:
     rows, *weights = operands((2, 3), torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
-        assert feed_forward(rows, (2, 3), *weights).dtype == torch.float64
+        assert compute_feed_forward(rows, (2, 3), *weights).dtype == torch.float64
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
     values = [value.detach()[..., :6, :6].contiguous().requires_grad_() for value in operands((2, 0, 3), torch.float64)]
     values[0] = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *args: feed_forward(args[0], (2, 0, 3), *args[1:]), values)
+    assert torch.autograd.gradcheck(lambda *args: compute_feed_forward(args[0], (2, 0, 3), *args[1:]), values)
 
 
 def test_weights_that_are_not_trained_get_no_gradient() -> None:
     rows, gate, up, down = operands((2, 3))
     gate.requires_grad_(False)
-    feed_forward(rows, (2, 3), gate, up, down).sum().backward()
+    compute_feed_forward(rows, (2, 3), gate, up, down).sum().backward()
     assert gate.grad is None
     assert up.grad is not None
     assert rows.grad is not None
@@ -79,7 +79,7 @@ def test_no_more_is_kept_than_two_tensors_of_the_inner_width() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = feed_forward(values[0], counts, *values[1:])
+        output = compute_feed_forward(values[0], counts, *values[1:])
     for value in values:
         del sizes[value.untyped_storage().data_ptr()]
     assert sum(sizes.values()) == 2 * len(output) * HIDDEN * output.element_size()

@@ -179,5 +179,5 @@ def test_prune_keeps_one_every_so_many_hours(tmp_path: Path) -> None:
 
 
 def test_headers_are_read_from_their_beginning_alone(tmp_path: Path) -> None:
-    text = headers.to_bytes({}, {headers.TREE: "[1]"})
+    text = headers.encode_header({}, {headers.TREE: "[1]"})
     assert headers.parse_header(memoryview(text)).tree == [1]

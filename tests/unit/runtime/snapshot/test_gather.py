@@ -16,7 +16,7 @@ from dtctl.errors import SnapshotError
 from dtctl.runtime import Worker
 from dtctl.runtime.snapshot import state
 from dtctl.runtime.snapshot.format.pieces import shard_tensor_like
-from dtctl.runtime.snapshot.gather import gather_entries_on_first, gathered_optimizer
+from dtctl.runtime.snapshot.gather import gather_entries_on_first, gather_optimizer
 from tests.facts import raises
 
 
@@ -69,4 +69,4 @@ def test_groups_of_one_optimizer_are_one_tree(worker: Worker) -> None:
         "state": {"a": {"step": torch.tensor(1.0)}},
         "groups": [{"lr": 0.1, "params": ["a", "b"]}, {"lr": 0.2, "params": ["b"]}],
     }
-    assert gathered_optimizer(tree, worker) == {"state": tree["state"], "groups": [{"lr": 0.1, "params": ["a", "b"]}]}
+    assert gather_optimizer(tree, worker) == {"state": tree["state"], "groups": [{"lr": 0.1, "params": ["a", "b"]}]}

@@ -41,9 +41,9 @@ def test_reading_a_snapshot_in_memory_takes_few_page_faults(memory: Path) -> Non
     saver, mib = Saver(memory, in_memory=True), 64
     saver.save(1, {"model": {"weight": torch.randn(mib << 18)}}, facts={})
     saver.finish()
-    assert read.newest_good(memory, {})[0] is not None  # modules are imported
+    assert read.find_newest_good(memory, {})[0] is not None  # modules are imported
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    verdict, _ = read.newest_good(memory, {})
+    verdict, _ = read.find_newest_good(memory, {})
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     saver.close()
     assert verdict is not None

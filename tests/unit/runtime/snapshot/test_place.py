@@ -102,7 +102,7 @@ def test_a_damaged_one_gives_way_and_one_without_commit_does_not_count(url: str)
     store = fsspec.filesystem("memory").store
     name = next(name for name in store if second.name in name and "model" in name)
     store[name].getbuffer()[-1] ^= 1
-    found, rejected = read.newest_good(parse_place(url))
+    found, rejected = read.find_newest_good(parse_place(url))
     assert found is not None
     assert found.path == first
     assert [bad.bad for bad in rejected] == [

@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_newest_is_taken(folder: Path) -> None:
-    good, rejected = read.newest_good(folder)
+    good, rejected = read.find_newest_good(folder)
     assert good is not None
     assert good.manifest is not None
     assert (good.step, good.status, rejected) == (20, "ok", [])
@@ -40,7 +40,7 @@ def test_the_newest_is_taken(folder: Path) -> None:
 
 
 def test_no_folder_is_no_snapshot(tmp_path: Path) -> None:
-    assert read.newest_good(tmp_path / "nowhere") == (None, [])
+    assert read.find_newest_good(tmp_path / "nowhere") == (None, [])
 
 
 def test_every_flipped_byte_is_noticed(folder: Path) -> None:
@@ -52,7 +52,7 @@ def test_every_flipped_byte_is_noticed(folder: Path) -> None:
         for _ in range(25):
             place, bit = source.randrange(len(whole)), 1 << source.randrange(8)
             path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
-            good, (bad,) = read.newest_good(folder)
+            good, (bad,) = read.find_newest_good(folder)
             assert good is not None
             assert (good.step, bad.status) == (10, "corrupt")
         path.write_bytes(whole)
@@ -88,7 +88,7 @@ def test_a_later_format_is_not_taken_for_damage(folder: Path) -> None:
     (path / layout.MANIFEST).write_bytes(text)
     (path / layout.COMMIT).write_bytes(layout.commit_record(text, document["hash"]))
     with raises(SnapshotError, "format 99"):
-        read.newest_good(folder)
+        read.find_newest_good(folder)
 
 
 def test_nothing_unverified_is_loaded(folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_what_is_neither_tensor_nor_json_is_refused(folder: Path) -> None:
 
 
 def test_bytes_that_were_verified_are_the_bytes_that_are_used(folder: Path) -> None:
-    good, _ = read.newest_good(folder)
+    good, _ = read.find_newest_good(folder)
     assert good is not None
     path = good.path / "model.safetensors"
     whole = path.read_bytes()
@@ -121,7 +121,7 @@ def test_bytes_that_were_verified_are_the_bytes_that_are_used(folder: Path) -> N
 def test_sha256_where_blake3_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "blake3", None)
     write.save_snapshot_parts(folder, 30, parts(30), facts={}, keep=5)
-    good, _ = read.newest_good(folder)
+    good, _ = read.find_newest_good(folder)
     assert good is not None
     assert good.manifest is not None
     assert good.manifest.hash == "sha256"

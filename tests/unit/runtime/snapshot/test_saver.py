@@ -56,7 +56,7 @@ def test_what_is_written_is_the_state_at_the_time_of_the_save(tmp_path: Path, sl
     settings["betas"][0] = 0.5
     slow_disk.open.set()
     found.finish()
-    good, _ = read.newest_good(tmp_path)
+    good, _ = read.find_newest_good(tmp_path)
     assert good is not None
     model = load.load(good)["model"]
     assert model["weight"].tolist() == [0.0] * 1000

@@ -10,7 +10,7 @@ import torch
 
 from dtctl.errors import SnapshotError
 from dtctl.runtime.distributed import capacity
-from dtctl.runtime.snapshot.storage.staging import StagingBuffer, page_locked
+from dtctl.runtime.snapshot.storage.staging import StagingBuffer, allocate_page_locked
 from tests.facts import raises
 
 
@@ -34,7 +34,7 @@ def test_no_more_is_locked_than_the_state_takes_and_it_is_given_back(monkeypatch
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     size_bytes = (1 << 20) + 4096  # torch's own allocator would take 2 MiB for ever
-    buffer = page_locked(size_bytes)
+    buffer = allocate_page_locked(size_bytes)
     assert runtime.locked == {buffer.data_ptr(): size_bytes}
     part = buffer[4096:]
     del buffer
@@ -55,7 +55,7 @@ def test_where_it_cannot_be_locked_torch_s_own_is_taken(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(refuses=True))
     monkeypatch.setattr(torch, "empty", empty)
-    assert len(page_locked(64)) == 64
+    assert len(allocate_page_locked(64)) == 64
     assert asked == [False, True]
 
 

@@ -29,7 +29,7 @@ def test_nothing_but_snapshots_is_left(tmp_path: Path) -> None:
 def test_the_same_step_again_replaces(tmp_path: Path) -> None:
     write.save_snapshot_parts(tmp_path, 7, PARTS, facts={}, keep=2)
     write.save_snapshot_parts(tmp_path, 7, {"model": {"weight": torch.ones(3)}}, facts={}, keep=2)
-    good, _ = read.newest_good(tmp_path)
+    good, _ = read.find_newest_good(tmp_path)
     assert good is not None
     assert load.load(good)["model"]["weight"].tolist() == [1, 1, 1]
     assert names(tmp_path) == ["step-00000007"]

@@ -31,7 +31,7 @@ def test_matrices_that_are_split_over_nodes_are_told_of(
     def stop(*_: object) -> None:
         raise Enough
 
-    monkeypatch.setattr(strategies, "device_mesh", stop)
+    monkeypatch.setattr(strategies, "build_device_mesh", stop)
     first = dataclasses.replace(worker, world_size=16, local_world_size=local, backend="gloo")
     batch = BatchSizes(micro=1, accumulate=1, world_size=16 // tp)
     with pytest.raises(Enough):

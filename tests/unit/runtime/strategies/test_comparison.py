@@ -23,7 +23,7 @@ from dtctl.runtime.strategies.comparison import (
 from dtctl.runtime.strategies.tensor import (
     TensorParallelPlan,
     _list_style_attempts,
-    compared_modules,
+    list_split_modules,
     parse_fused_proportions,
     require_divisible_modules,
 )
@@ -137,7 +137,7 @@ def test_parts_of_a_fused_matrix_follow_from_the_next_one() -> None:
     assert parse_fused_proportions("colwise-8:2:2") == [8, 2, 2]
     assert parse_fused_proportions("colwise-3") == [1, 1, 1]
     assert not any(map(parse_fused_proportions, ("colwise", "colwise-gather", "colwise-0", "rowwise-2", "colwise-2:")))
-    assert compared_modules(TensorParallelPlan({"a.b": "colwise"})) == ["", "a", "a.b"]
+    assert list_split_modules(TensorParallelPlan({"a.b": "colwise"})) == ["", "a", "a.b"]
 
 
 def test_parts_that_cannot_be_divided_are_refused() -> None:

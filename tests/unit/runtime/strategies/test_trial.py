@@ -11,7 +11,7 @@ from torch import nn
 from dtctl.errors import PlanError
 from dtctl.runtime import Worker
 from dtctl.runtime.strategies.blocks import RepeatedBlocks
-from dtctl.runtime.strategies.comparison import evaluating_module
+from dtctl.runtime.strategies.comparison import set_evaluation_mode
 from dtctl.runtime.strategies.trial import (
     ROUNDING,
     ROUNDING_OF_HALVES,
@@ -93,7 +93,7 @@ def test_a_loss_that_reads_the_weights_of_blocks_is_no_loss_for_a_pipeline(train
 def test_a_recurrent_layer_stays_in_training_mode_without_its_dropout() -> None:
     model = nn.ModuleDict({"layer": nn.LSTM(3, 3, num_layers=2, dropout=0.5), "drop": nn.Dropout()}).train()
     layer, inputs = model["layer"], torch.randn(4, 3)
-    with evaluating_module(model):
+    with set_evaluation_mode(model):
         assert (layer.training, model["drop"].training) == (True, False)
         assert torch.equal(layer(inputs)[0], layer(inputs)[0])
     assert (layer.dropout, model["drop"].training) == (0.5, True)
