@@ -5,7 +5,6 @@ The nodes need a Python of version 3.10 or newer, but no installation of dtctl.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
 import io
@@ -32,6 +31,7 @@ from dtctl.slurm.job_control import HEEDLESS
 from dtctl.slurm.job_file import JOB_FILE, LATE_OPTIONS, JobFile, name_job_file
 from dtctl.spec.model import Slurm, Spec
 from dtctl.spec.nodes import resolve_nodes, resolve_spares
+from dtctl.supervisor.bootstrap import load_kept_file
 from dtctl.supervisor.messages.setup import EnvironmentOrder
 
 MODULES: Final = (
@@ -156,15 +156,27 @@ def _scripts_of(template: PlanTemplate, base_dir: Path) -> tuple[str, ...]:
     return tuple(made)
 
 
-@functools.cache
 def pack_modules() -> bytes:
-    """Return a zip of the launcher's modules, as text and compiled for this version of Python."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, text in _read_module_files():
-            archive.writestr(zipfile.ZipInfo(f"{name}.py", DATE), text, zipfile.ZIP_DEFLATED)
-            archive.writestr(zipfile.ZipInfo(f"{name}.pyc", DATE), _compile_to_pyc(name, text), zipfile.ZIP_DEFLATED)
-    return buffer.getvalue()
+    """Return a zip of the launcher's modules, as text and compiled for this version of Python.
+
+    Packing takes a third of a second, so the zip is kept until a module changes.
+    """
+    files = list(_read_module_files())
+    sources = hashlib.sha256(importlib.util.MAGIC_NUMBER + Path(__file__).read_bytes())
+    for name, text in files:
+        sources.update(f"\0{name}\0{text}".encode())
+
+    def pack() -> bytes:
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, text in files:
+                archive.writestr(zipfile.ZipInfo(f"{name}.py", DATE), text, zipfile.ZIP_DEFLATED)
+                archive.writestr(
+                    zipfile.ZipInfo(f"{name}.pyc", DATE), _compile_to_pyc(name, text), zipfile.ZIP_DEFLATED
+                )
+        return buffer.getvalue()
+
+    return load_kept_file(f"launcher.{sys.implementation.cache_tag}.zip", sources.digest(), pack)
 
 
 def compute_launcher_digest(launcher: bytes) -> str:

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from dtctl import folders, shell
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from importlib.abc import Traversable
 
 MAIN = "dtctl.supervisor.main"
@@ -41,7 +42,7 @@ SENT_AS_TEXT = frozenset(
     for name in ("environments", "fork_server_main", "hmac_socket", "index_hosts", "relay", "stacks")
 )
 """Modules that few runs import. Compressed text is half as long as code, and a node compiles it when it is imported."""
-MAX_PACKED_BYTES = 1 << 20
+MAX_PACKED_BYTES = 4 << 20
 
 # This is one line, because some login shells (csh) do not accept a newline inside quotes.
 _FIRST = (
@@ -156,10 +157,23 @@ def _load_modules(answering: str, form: str) -> bytes:
 
 @functools.cache
 def _load_packed_modules(answering: str, form: str) -> bytes:
+    def pack() -> bytes:
+        return _pack_codes(answering) if form == "codes" else _pack_texts(answering)
+
+    return load_kept_file(f"{answering}.{sys.implementation.cache_tag}.{form}", _digest_sources(), pack)
+
+
+def load_kept_file(name: str, digest: bytes, pack: Callable[[], bytes]) -> bytes:
+    """Return a packed file that an earlier launch of this user has kept, or pack it and keep it.
+
+    Args:
+        name: name of the file.
+        digest: SHA-256 of the sources; a file that was packed from others is packed again.
+        pack: makes the file's bytes, at most `MAX_PACKED_BYTES` of them.
+    """
     cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     folder = os.path.join(cache, "dtctl", "program")
-    path = os.path.join(folder, f"{answering}.{sys.implementation.cache_tag}.{form}")
-    digest = _digest_sources()
+    path = os.path.join(folder, name)
     with contextlib.suppress(OSError):  # This includes a folder that others may write to.
         folders.check_private(folder)
         kept = folders.read_regular(path, MAX_PACKED_BYTES)
@@ -167,7 +181,7 @@ def _load_packed_modules(answering: str, form: str) -> bytes:
             return kept[64:]
     from dtctl.supervisor.records import write_atomically  # Most launches write nothing.
 
-    packed = _pack_codes(answering) if form == "codes" else _pack_texts(answering)
+    packed = pack()
     with contextlib.suppress(OSError):  # Without the file, the next launch packs again.
         folders.make_private(folder)
         write_atomically(path, digest + hashlib.sha256(packed).digest() + packed)

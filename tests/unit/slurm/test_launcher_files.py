@@ -25,6 +25,7 @@ from dtctl.plan.bind import AttemptFacts, bind_plan
 from dtctl.plan.build import PlanFacts, build
 from dtctl.plan.model import ThreadCount
 from dtctl.render import render_node_script
+from dtctl.slurm import launcher_files
 from dtctl.slurm.job_control import build_job_in_allocation, open_ledger, own_address, read_granted_cores
 from dtctl.slurm.job_file import JobFile, read_job_file
 from dtctl.slurm.launcher_files import START, make_launcher, pack_modules
@@ -89,8 +90,38 @@ def test_the_zip_has_all_that_the_launcher_may_import_and_that_is_of_dtctl() -> 
     assert {path.relative_to(PACKAGE.parent).as_posix() for path in files} - packed == set()
 
 
-def test_the_same_modules_give_the_same_bytes() -> None:
-    assert pack_modules() == pack_modules.__wrapped__()
+def test_the_same_modules_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one"))
+    first = pack_modules()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert pack_modules() == first
+
+
+def test_the_zip_is_packed_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled: list[str] = []
+    real = launcher_files._compile_to_pyc
+
+    def compile_and_count(name: str, text: str) -> bytes:
+        compiled.append(name)
+        return real(name, text)
+
+    monkeypatch.setattr(launcher_files, "_compile_to_pyc", compile_and_count)
+    first, count = pack_modules(), len(compiled)
+    assert pack_modules() == first
+    assert len(compiled) == count > 50
+    monkeypatch.setattr(launcher_files, "START", launcher_files.START + "# another one")
+    assert pack_modules() != first
+    assert len(compiled) == 2 * count
+
+
+@pytest.mark.parametrize("damage", [b"", b"no zip"], ids=["empty", "other bytes"])
+def test_a_damaged_kept_zip_is_packed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = pack_modules()
+    (kept,) = tmp_path.rglob("launcher.*.zip")
+    kept.write_bytes(damage)
+    assert pack_modules() == first
 
 
 def test_it_runs_without_any_package(tmp_path: Path) -> None:
