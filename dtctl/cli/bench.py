@@ -24,7 +24,7 @@ WIDTHS = (15, 10, 11, 11, 11, 6)
 
 def bench(
     spec: Annotated[
-        Path | None, typer.Argument(help=f"The spec.  [default: {names.SPEC_FILE}]", show_default=False)
+        Path | None, typer.Argument(metavar="SPEC", help=f"The spec.  [default: {names.SPEC_FILE}]", show_default=False)
     ] = None,
     op: Annotated[
         list[str] | None, typer.Option("--op", metavar="NAME", help=f"Only this one: {', '.join(OPS)}.")
@@ -35,7 +35,7 @@ def bench(
     backend: Annotated[
         Literal["auto", "gloo", "nccl"], typer.Option(help="auto: nccl with GPUs, gloo without.")
     ] = "auto",
-    repeats: Annotated[int, typer.Option(min=1, help="Maximum number of timed calls per operation.")] = 20,
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of timed calls per operation.")] = 20,
     training: Annotated[
         bool,
         typer.Option("--training", help="Also time a training step on 1, 2, 4 ... workers and show its efficiency."),

@@ -29,7 +29,9 @@ LEFT_EXIT = 7
 def clean(
     spec: Annotated[
         Path | None,
-        typer.Argument(help=f"The spec whose nodes are cleaned.  [default: {names.SPEC_FILE}]", show_default=False),
+        typer.Argument(
+            metavar="SPEC", help=f"The spec whose nodes are cleaned.  [default: {names.SPEC_FILE}]", show_default=False
+        ),
     ] = None,
     older: Annotated[
         str, typer.Option(metavar="AGE", help="Only files that are at least this old: 12h, 14d, 8w.")

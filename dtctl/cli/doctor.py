@@ -22,9 +22,7 @@ Log = Annotated[
 ]
 Paths = Annotated[
     list[Path] | None,
-    typer.Argument(
-        metavar="[SPEC]", help="The spec; with --log, more logs.  [default: dtctl.yaml]", show_default=False
-    ),
+    typer.Argument(metavar="SPEC", help="The spec; with --log, more logs.  [default: dtctl.yaml]", show_default=False),
 ]
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def exec_(
     ctx: typer.Context,
-    run: Annotated[str, typer.Argument(help="The run.", autocompletion=run_names)],
-    node: Annotated[str, typer.Argument(help="One of its nodes.", autocompletion=complete_node_names)],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run.", autocompletion=run_names)],
+    node: Annotated[str, typer.Argument(metavar="NODE", help="One of its nodes.", autocompletion=complete_node_names)],
 ) -> int:
     """Run a command inside a run: in its working folder on a node, with the variables of its workers.
 

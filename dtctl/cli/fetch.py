@@ -31,12 +31,15 @@ def fetch(
     path: Annotated[
         str | None,
         typer.Argument(
+            metavar="PATH",
             help="File or folder in the run's working folder, or an absolute path in job.outputs.  "
             "[default: job.outputs, or all that the run wrote]",
             show_default=False,
         ),
     ] = None,
-    node: Annotated[str | None, typer.Option(help="Only from this node.", autocompletion=complete_node_names)] = None,
+    node: Annotated[
+        str | None, typer.Option(metavar="NODE", help="Only from this node.", autocompletion=complete_node_names)
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Folder to put them into.  [default: .dtctl/runs/RUN/outputs]"),

@@ -16,8 +16,10 @@ def init(
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="The new project's folder.", show_default=False)
     ] = None,
-    template: Annotated[str, typer.Option(help="What the project trains; see --list.")] = "gpt",
-    launcher: Annotated[str, typer.Option(help="Where it runs: local, ssh, slurm or sandbox.")] = "local",
+    template: Annotated[str, typer.Option(metavar="NAME", help="What the project trains; see --list.")] = "gpt",
+    launcher: Annotated[
+        str, typer.Option(metavar="WHERE", help="Where it runs: local, ssh, slurm or sandbox.")
+    ] = "local",
     list_: Annotated[bool, typer.Option("--list", help="List the templates.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Write into a folder that has files, and replace those of the same name.")

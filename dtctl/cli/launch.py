@@ -16,15 +16,18 @@ def launch(
     ctx: typer.Context,
     spec: Annotated[
         Path | None,
-        typer.Argument(help=f"The spec; - is standard input.  [default: {names.SPEC_FILE}]", show_default=False),
+        typer.Argument(
+            metavar="SPEC", help=f"The spec; - is standard input.  [default: {names.SPEC_FILE}]", show_default=False
+        ),
     ] = None,
     nodes: Annotated[
         str | None,
         typer.Option(
-            help="Only these nodes of the spec: `a,b` or `gpu[01-04]`. Without a spec, the nodes of -- SCRIPT ARGS."
+            metavar="NODES",
+            help="Only these nodes of the spec: `a,b` or `gpu[01-04]`. Without a spec, the nodes of -- SCRIPT ARGS.",
         ),
     ] = None,
-    slots: Annotated[int | None, typer.Option(min=1, help="Workers per node, with --nodes.")] = None,
+    slots: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers per node, with --nodes.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
     ] = None,

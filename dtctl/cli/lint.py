@@ -42,6 +42,7 @@ def lint(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
+            metavar="PATH",
             help="Files and folders: Python, shell, sbatch; - is stdin.  [default: what a launch of the spec sends]",
             show_default=False,
         ),
@@ -54,7 +55,9 @@ def lint(
     ] = SeverityLevel.info,
     spec: Annotated[
         Path | None,
-        typer.Option("--spec", help="The spec; some rules apply to several nodes only. Default: ./dtctl.yaml."),
+        typer.Option(
+            "--spec", metavar="SPEC", help="The spec; some rules apply to several nodes only. Default: ./dtctl.yaml."
+        ),
     ] = None,
     explain: Annotated[str | None, typer.Option("--explain", metavar="RULE", help="Explain a rule: DT011.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the rules: id, severity, name.")] = False,

@@ -25,8 +25,10 @@ POLL_S = 0.1
 def logs(
     run: CurrentRun = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the run ends.")] = False,
-    node: Annotated[str | None, typer.Option(help="Only this node.", autocompletion=complete_node_names)] = None,
-    rank: Annotated[int | None, typer.Option(help="Only this rank.")] = None,
+    node: Annotated[
+        str | None, typer.Option(metavar="NODE", help="Only this node.", autocompletion=complete_node_names)
+    ] = None,
+    rank: Annotated[int | None, typer.Option(metavar="N", help="Only this rank.")] = None,
     tail: Annotated[
         int | None, typer.Option("-n", "--tail", metavar="N", min=0, help="Only the last N lines of each worker.")
     ] = None,

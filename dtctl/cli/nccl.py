@@ -22,11 +22,11 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
 
 
-@app.command("explain")
+@app.command("explain", short_help="Explain variables: meaning, default, dangers.")
 def explain(
     names_: Annotated[
         list[str],
-        typer.Argument(metavar="NAME...", help="Variables: NCCL_SOCKET_IFNAME MASTER_ADDR, or one with a value, A=B."),
+        typer.Argument(metavar="NAME", help="Variables: NCCL_SOCKET_IFNAME MASTER_ADDR, or one with a value, A=B."),
     ],
     json_: Json = False,
 ) -> None:
@@ -70,9 +70,9 @@ def _print_variable_help(variable: NcclVariable, value: str) -> None:
         output.print_stdout(f"  about {value}: {message.removeprefix(f'{variable.name}={value}: ')}; {fix}", "yellow")
 
 
-@app.command("env")
+@app.command("env", short_help="Show the variables that each node needs, and why.")
 def env(
-    spec: Annotated[Path, typer.Argument(help="The spec.")] = Path(names.SPEC_FILE),
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The spec.")] = Path(names.SPEC_FILE),
     yes: Yes = False,
     json_: Json = False,
 ) -> None:

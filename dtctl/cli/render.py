@@ -20,10 +20,14 @@ TARGETS = ("kubernetes",)
 
 
 def render(
-    spec: Annotated[Path, typer.Argument(help="The spec; - is standard input.")] = Path(names.SPEC_FILE),
-    target: Annotated[str, typer.Option(help="Kind of output: kubernetes writes a JobSet.")] = "kubernetes",
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The spec; - is standard input.")] = Path(
+        names.SPEC_FILE
+    ),
+    target: Annotated[
+        str, typer.Option(metavar="KIND", help="Kind of output: kubernetes writes a JobSet.")
+    ] = "kubernetes",
     out: Annotated[
-        Path | None, typer.Option(help="Write the file here.  [default: print it]", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Write the file here.  [default: print it]", show_default=False)
     ] = None,
     name: Annotated[
         str | None,

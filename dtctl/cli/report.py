@@ -18,9 +18,7 @@ MOST = 6
 def report(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[RUN]...", help="Runs; several are compared.  [default: the newest]", show_default=False
-        ),
+        typer.Argument(metavar="RUN", help="Runs; several are compared.  [default: the newest]", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def runs(
     spec: Annotated[
-        Path | None, typer.Argument(help="With --nodes, the spec.  [default: dtctl.yaml]", show_default=False)
+        Path | None,
+        typer.Argument(metavar="SPEC", help="With --nodes, the spec.  [default: dtctl.yaml]", show_default=False),
     ] = None,
     nodes: Annotated[
         bool,

@@ -21,11 +21,13 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Name = Annotated[str | None, typer.Option("--name", help="Which sandbox.  [default: $DTCTL_SANDBOX or `default`]")]
+Name = Annotated[
+    str | None, typer.Option("--name", metavar="NAME", help="Which sandbox.  [default: $DTCTL_SANDBOX or `default`]")
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output.")]
 Host = Annotated[str, typer.Argument(metavar="NODE", help="A host, such as node1.")]
 Other = Annotated[
-    str | None, typer.Argument(metavar="[OTHER]", help="A second host, or control: this machine.", show_default=False)
+    str | None, typer.Argument(metavar="OTHER", help="A second host, or control: this machine.", show_default=False)
 ]
 
 
@@ -46,7 +48,7 @@ def require_running_sandbox(name: str | None) -> Sandbox:
 
 @app.command("up")
 def up(
-    nodes: Annotated[int, typer.Option(help="How many hosts.")] = 3,
+    nodes: Annotated[int, typer.Option(metavar="N", help="How many hosts.")] = 3,
     slurm: Annotated[bool, typer.Option("--slurm", help="Also run a Slurm cluster on them.")] = False,
     name: Name = None,
     json_: Json = False,
@@ -81,7 +83,7 @@ def status(name: Name = None, json_: Json = False) -> None:
 @app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def exec_(
     node: Host,
-    command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="The command and its arguments.")],
+    command: Annotated[list[str], typer.Argument(metavar="CMD", help="The command and its arguments, after `--`.")],
     name: Name = None,
 ) -> int:
     """Run a command on a host, as its login user.
@@ -104,7 +106,9 @@ def exec_(
 
 @app.command("heal")
 def heal(
-    node: Annotated[str | None, typer.Argument(help="Only this host.  [default: all]", show_default=False)] = None,
+    node: Annotated[
+        str | None, typer.Argument(metavar="NODE", help="Only this host.  [default: all]", show_default=False)
+    ] = None,
     name: Name = None,
 ) -> None:
     """Undo all faults; killed hosts are switched on again."""
@@ -209,7 +213,7 @@ From = Annotated[
 ]
 
 
-@fault.command("drop")
+@fault.command("drop", short_help="Drop packets to TCP ports of a host, as firewalls do.")
 def fault_drop(node: Host, port: Port, from_: From = None, name: Name = None) -> None:
     """Silently drop packets to TCP ports of a host, as a firewall does."""
     _block_node_ports(node, port, from_, name, reject=False)
@@ -232,7 +236,7 @@ def _block_node_ports(node: str, port: str, source: str | None, name: str | None
     )
 
 
-@fault.command("lose-large")
+@fault.command("lose-large", short_help="Lose large packets to a host: a wrong MTU.")
 def fault_lose_large(node: Host, other: Other = None, name: Name = None) -> None:
     """Lose large packets to a host (from OTHER only): an MTU black hole."""
     from dtctl.sandbox import faults
@@ -245,7 +249,7 @@ def fault_lose_large(node: Host, other: Other = None, name: Name = None) -> None
 @fault.command("loss")
 def fault_loss(
     node: Host,
-    percent: Annotated[float, typer.Option(help="Percentage of packets.")],
+    percent: Annotated[float, typer.Option(metavar="NUMBER", help="Percentage of packets.")],
     from_: From = None,
     name: Name = None,
 ) -> None:
@@ -257,10 +261,10 @@ def fault_loss(
     _add_recorded_fault(sandbox, f"loss {node} --percent {percent:g}" + (f" --from {from_}" if from_ else ""))
 
 
-@fault.command("limit")
+@fault.command("limit", short_help="Limit the bandwidth of a cable, or of a pair.")
 def fault_limit(
     node: Host,
-    rate: Annotated[str, typer.Option(help="Rate, as tc(8) writes it: 50mbit.")],
+    rate: Annotated[str, typer.Option(metavar="RATE", help="Rate, as tc(8) writes it: 50mbit.")],
     other: Other = None,
     name: Name = None,
 ) -> None:
@@ -272,7 +276,7 @@ def fault_limit(
     _add_recorded_fault(sandbox, f"limit {node} --rate {rate} {other or ''}".strip())
 
 
-@fault.command("kill")
+@fault.command("kill", short_help="Switch a host off as a power failure does.")
 def fault_kill(node: Host, name: Name = None) -> None:
     """Switch a host off as a power failure does; `heal` switches it on again."""
     from dtctl.sandbox import faults
@@ -295,8 +299,8 @@ def fault_freeze(node: Host, name: Name = None) -> None:
 @fault.command("full-disk")
 def fault_full_disk(
     node: Host,
-    path: Annotated[str, typer.Option(help="Folder, relative to the home.")] = ".dtctl",
-    size: Annotated[str, typer.Option(help="Size of the disk: 1m.")] = "1m",
+    path: Annotated[str, typer.Option(metavar="DIR", help="Folder, relative to the home.")] = ".dtctl",
+    size: Annotated[str, typer.Option(metavar="SIZE", help="Size of the disk: 1m.")] = "1m",
     name: Name = None,
 ) -> None:
     """Put a small disk over a folder of a host's home."""

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 
 def sbatch(
-    spec: Annotated[Path, typer.Argument(help="The spec; - is standard input.")] = Path(names.SPEC_FILE),
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The spec; - is standard input.")] = Path(
+        names.SPEC_FILE
+    ),
     out: Annotated[
-        Path | None, typer.Option(help="Write the file here.  [default: print it]", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Write the file here.  [default: print it]", show_default=False)
     ] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit it to Slurm, with a copy of the code.")] = False,
     plain: Annotated[

@@ -57,7 +57,7 @@ def _resolve_snapshot_place(place: str | None) -> str | None:
 Place = Annotated[
     str | None,
     typer.Argument(
-        metavar="[DIR|RUN]",
+        metavar="DIR|RUN",
         help="A folder, a URL, or a run.  [default: the newest run]",
         show_default=False,
         callback=_resolve_snapshot_place,
@@ -87,7 +87,7 @@ def ls(place: Place = None, json_: Json = False) -> int:
     return _choose_exit_code(silent)
 
 
-@app.command("verify")
+@app.command("verify", short_help="Compare every byte of every snapshot with its digest.")
 def verify(place: Place = None, json_: Json = False) -> int:
     """Read every byte of every snapshot and compare digests; exit code 10 if one is damaged."""
     from dtctl.launch import snapshots
@@ -114,7 +114,7 @@ def verify(place: Place = None, json_: Json = False) -> int:
     return SnapshotError.exit_code if damaged else _choose_exit_code(silent)
 
 
-@app.command("show")
+@app.command("show", short_help="Show what the newest good snapshot consists of.")
 def show(place: Place = None, json_: Json = False) -> int:
     """Show what the newest good snapshot consists of, and what it was made with."""
     answer, places = _find_newest_snapshot(SnapshotContents, place, [])
@@ -131,7 +131,7 @@ def show(place: Place = None, json_: Json = False) -> int:
     return 0
 
 
-@app.command("digest")
+@app.command("digest", short_help="Print a digest of the newest good model and optimizer.")
 def digest(place: Place = None, json_: Json = False) -> int:
     """Print the digest of the newest good snapshot's model and optimizer; the same for any number of ranks."""
     answer, _ = _find_newest_snapshot(SnapshotDigest, place, [])
@@ -142,13 +142,16 @@ def digest(place: Place = None, json_: Json = False) -> int:
     return 0
 
 
-@app.command("prune")
+@app.command("prune", short_help="Remove old and damaged snapshots.")
 def prune(
     place: Place = None,
     keep: Annotated[
-        int | None, typer.Option(min=1, help="How many of the newest good ones stay.  [default: the run's setting]")
+        int | None,
+        typer.Option(metavar="N", min=1, help="How many of the newest good ones stay.  [default: the run's setting]"),
     ] = None,
-    every_h: Annotated[float | None, typer.Option(help="Also keep older ones, this many hours apart.")] = None,
+    every_h: Annotated[
+        float | None, typer.Option(metavar="HOURS", help="Also keep older ones, this many hours apart.")
+    ] = None,
     no_best: Annotated[bool, typer.Option("--no-best", help="Also remove the best ones.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     json_: Json = False,
@@ -216,11 +219,13 @@ def _prune_run(run: RunSnapshots, rule: PruneRule, *, dry_run: bool) -> tuple[li
     return rows, silent
 
 
-@app.command("export")
+@app.command("export", short_help="Write the weights as a safetensors file.")
 def export(
     place: Place = None,
-    out: Annotated[Path, typer.Option("-o", "--out", help="File to write.")] = Path("model.safetensors"),
-    part: Annotated[str, typer.Option(help="Which part: model, optimizer, ema ...")] = "model",
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="File to write.")] = Path(
+        "model.safetensors"
+    ),
+    part: Annotated[str, typer.Option(metavar="PART", help="Which part: model, optimizer, ema ...")] = "model",
     json_: Json = False,
 ) -> int:
     """Write the weights of the newest good snapshot as a safetensors file."""

@@ -27,7 +27,7 @@ NOT_EXAMINED = (
 
 
 def validate(
-    spec: Annotated[Path, typer.Argument(help="The spec.")] = Path(names.SPEC_FILE),
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The spec.")] = Path(names.SPEC_FILE),
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
     ] = None,

@@ -44,36 +44,42 @@ class RecomputeName(str, Enum):
     full = "full"
 
 
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="A config.json in Hugging Face's format.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="A config.json in Hugging Face's format.")
+]
 ModelFactory = Annotated[
     str | None,
     typer.Option(
         "--model", metavar="MODULE:FACTORY", help="Function that makes your model; it is built on the meta device."
     ),
 ]
-Params = Annotated[str | None, typer.Option("--params", help="Parameters: 7B.")]
-Layers = Annotated[int | None, typer.Option("--layers", help="Blocks.")]
-Hidden = Annotated[int | None, typer.Option("--hidden", help="Width.")]
-Heads = Annotated[int | None, typer.Option("--heads", help="Attention heads.")]
-KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values.")]
-Ffn = Annotated[int | None, typer.Option("--ffn", help="Inner width of the feed-forward network.")]
+Params = Annotated[str | None, typer.Option("--params", metavar="COUNT", help="Parameters: 7B.")]
+Layers = Annotated[int | None, typer.Option("--layers", metavar="N", help="Blocks.")]
+Hidden = Annotated[int | None, typer.Option("--hidden", metavar="N", help="Width.")]
+Heads = Annotated[int | None, typer.Option("--heads", metavar="N", help="Attention heads.")]
+KvHeads = Annotated[int | None, typer.Option("--kv-heads", metavar="N", help="Heads of keys and values.")]
+Ffn = Annotated[int | None, typer.Option("--ffn", metavar="N", help="Inner width of the feed-forward network.")]
 Gated = Annotated[bool, typer.Option("--gated", help="The feed-forward network has a gate (SwiGLU).")]
-Vocab = Annotated[int | None, typer.Option("--vocab", help="Size of the vocabulary.")]
+Vocab = Annotated[int | None, typer.Option("--vocab", metavar="N", help="Size of the vocabulary.")]
 Experts = Annotated[
-    int | None, typer.Option("--experts", help="Experts of a block, two of them used; --ffn is the width of one.")
+    int | None,
+    typer.Option("--experts", metavar="N", help="Experts of a block, two of them used; --ffn is the width of one."),
 ]
-Seq = Annotated[int | None, typer.Option("--seq", help="Tokens of a sample.")]
+Seq = Annotated[int | None, typer.Option("--seq", metavar="N", help="Tokens of a sample.")]
 
-Gpus = Annotated[int | None, typer.Option("--gpus", help="GPUs of all nodes.")]
-PerNode = Annotated[int | None, typer.Option("--gpus-per-node", help="GPUs of a node.")]
-GpuName = Annotated[str | None, typer.Option("--gpu", help="H100, A100, ...")]
-GpuMemory = Annotated[str | None, typer.Option("--gpu-memory", help="80GiB; the GPU's own otherwise.")]
+Gpus = Annotated[int | None, typer.Option("--gpus", metavar="N", help="GPUs of all nodes.")]
+PerNode = Annotated[int | None, typer.Option("--gpus-per-node", metavar="N", help="GPUs of a node.")]
+GpuName = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="H100, A100, ...")]
+GpuMemory = Annotated[str | None, typer.Option("--gpu-memory", metavar="SIZE", help="80GiB; the GPU's own otherwise.")]
 Network = Annotated[
-    str | None, typer.Option("--network", help="Between nodes: ethernet-100, ndr-8, ... or GB/s of a node.")
+    str | None,
+    typer.Option("--network", metavar="NAME", help="Between nodes: ethernet-100, ndr-8, ... or GB/s of a node."),
 ]
 HostMemory = Annotated[
     str | None,
-    typer.Option("--host-memory", help="Memory of a node, for offloading. Default: twice that of its GPUs."),
+    typer.Option(
+        "--host-memory", metavar="SIZE", help="Memory of a node, for offloading. Default: twice that of its GPUs."
+    ),
 ]
 
 Precision = Annotated[
@@ -100,24 +106,29 @@ Mesh = Annotated[
     str | None,
     typer.Option(
         "--mesh",
+        metavar="MESH",
         help="Estimate this mesh only: dp=2,fsdp=8,tp=4,cp=1,ep=1,pp=1 (one degree may be -1), or a strategy's name.",
     ),
 ]
 Zero = Annotated[
-    int | None, typer.Option("--zero", min=0, max=2, help="Stage of ZeRO over dp; stage 3 is the axis fsdp.")
+    int | None,
+    typer.Option("--zero", metavar="STAGE", min=0, max=2, help="Stage of ZeRO over dp; stage 3 is the axis fsdp."),
 ]
-MicroBatch = Annotated[int | None, typer.Option("--micro-batch", help="Samples per GPU and pass.")]
-Accumulate = Annotated[int | None, typer.Option("--accumulate", help="Passes of a step.")]
+MicroBatch = Annotated[int | None, typer.Option("--micro-batch", metavar="N", help="Samples per GPU and pass.")]
+Accumulate = Annotated[int | None, typer.Option("--accumulate", metavar="N", help="Passes of a step.")]
 Recompute = Annotated[
     RecomputeName | None, typer.Option("--recompute", help="Activations that are recomputed in the backward pass.")
 ]
 Stages = Annotated[
-    int | None, typer.Option("--stages-per-worker", help="Model chunks per pipeline worker; more than 1: interleaved.")
+    int | None,
+    typer.Option(
+        "--stages-per-worker", metavar="N", help="Model chunks per pipeline worker; more than 1: interleaved."
+    ),
 ]
 Offload = Annotated[bool | None, typer.Option("--offload/--no-offload", help="Keep the shards in the host's memory.")]
 
-SpecPath = Annotated[Path | None, typer.Argument(help="The spec. Default: ./dtctl.yaml, if it exists.")]
-Batch = Annotated[int | None, typer.Option("--batch", help="Samples per step, over all GPUs.")]
+SpecPath = Annotated[Path | None, typer.Argument(metavar="SPEC", help="The spec. Default: ./dtctl.yaml, if it exists.")]
+Batch = Annotated[int | None, typer.Option("--batch", metavar="N", help="Samples per step, over all GPUs.")]
 Beyond = Annotated[
     bool,
     typer.Option(

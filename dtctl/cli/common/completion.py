@@ -31,12 +31,13 @@ def complete_node_names(ctx: typer.Context, incomplete: str) -> list[str]:
 
 Run = Annotated[
     str | None,
-    typer.Argument(help="The run.  [default: the newest]", show_default=False, autocompletion=run_names),
+    typer.Argument(metavar="RUN", help="The run.  [default: the newest]", show_default=False, autocompletion=run_names),
 ]
 """Argument of commands about one run, which may have ended."""
 CurrentRun = Annotated[
     str | None,
     typer.Argument(
+        metavar="RUN",
         help="The run, or the number of a Slurm job.  [default: the newest that is running, else the newest]",
         show_default=False,
         autocompletion=run_names,
