@@ -11,7 +11,7 @@ import typer
 from dtctl import names
 from dtctl.bench.figures import DEFAULT_SIZES, OPS
 from dtctl.cli import output
-from dtctl.cli.common.agreement import Yes, require_spec_agreement
+from dtctl.cli.common.agreement import Settings, Yes, require_spec_agreement
 from dtctl.printable import format_count
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ def bench(
         typer.Option("--training", help="Also time a training step on 1, 2, 4 ... workers and show its efficiency."),
     ] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Plot the results into this file.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
-    ] = None,
+    set_: Settings = None,
     yes: Yes = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:

@@ -13,7 +13,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
-from dtctl.cli.common.agreement import Yes, require_spec_agreement
+from dtctl.cli.common.agreement import Settings, Yes, require_spec_agreement
 from dtctl.errors import UsageError
 
 Log = Annotated[
@@ -41,22 +41,32 @@ def doctor(
         bool,
         typer.Option("--gpu", help="Measure each GPU, its copies and NCCL, and compare with its usual values."),
     ] = False,
+    set_: Settings = None,
     yes: Yes = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> int:
     """Find the faulty node or pair of a cluster, the cause and the fix; or explain the logs of a failed job."""
     if log:
+        if set_:
+            raise UsageError("logs are explained without a spec", where="--set", hint="leave out --set or --log")
         return explain_logs([*log, *(paths or ())], json_lines=json_)
     if paths and len(paths) > 1:
         raise UsageError("there is more than one spec", hint="name logs after --log")
     path = paths[0] if paths else Path(names.SPEC_FILE)
     return examine_cluster(
-        path, skip=("links", "collective") if quick else tuple(skip or ()), gpu=gpu, yes=yes, json_lines=json_
+        path,
+        overrides=tuple(set_ or ()),
+        skip=("links", "collective") if quick else tuple(skip or ()),
+        gpu=gpu,
+        yes=yes,
+        json_lines=json_,
     )
 
 
-def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, json_lines: bool) -> int:
-    """Examine a cluster and print the findings; return the exit code."""
+def examine_cluster(
+    path: Path, *, overrides: Sequence[str], skip: Sequence[str], gpu: bool, yes: bool, json_lines: bool
+) -> int:
+    """Examine the cluster of a spec with these values overridden and print the findings; return the exit code."""
     from dtctl.cli.common import doctor_view
     from dtctl.doctor.examine import COSTLY, examine_spec_nodes
     from dtctl.doctor.tables import list_link_measurements
@@ -66,7 +76,7 @@ def examine_cluster(path: Path, *, skip: Sequence[str], gpu: bool, yes: bool, js
 
     for layer in set(skip) - {*COSTLY}:
         raise UsageError(f"there is no layer {layer!r} to skip", where="--skip", hint=" or ".join(COSTLY))
-    spec = load_spec(path, ())
+    spec = load_spec(path, overrides)
     require_spec_agreement(spec, yes=yes)
     if spec.cluster.transport == "slurm":
         if "SLURM_JOB_ID" not in os.environ:

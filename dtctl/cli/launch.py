@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dtctl import names
-from dtctl.cli.common.agreement import Yes
+from dtctl.cli.common.agreement import Settings, Yes
 from dtctl.errors import UsageError
 
 
@@ -28,9 +28,7 @@ def launch(
         ),
     ] = None,
     slots: Annotated[int | None, typer.Option(min=1, metavar="N", help="Workers per node, with --nodes.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
-    ] = None,
+    set_: Settings = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY=A,B", help="One run after another, for each combination of these values."),

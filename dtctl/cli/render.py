@@ -10,6 +10,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
+from dtctl.cli.common.agreement import Settings
 from dtctl.cli.common.batch_job_view import tell_unmeasured
 from dtctl.cli.common.files import write_named
 
@@ -36,9 +37,7 @@ def render(
     apply: Annotated[bool, typer.Option("--apply", help="Hand it over to `kubectl apply`.")] = False,
     delete: Annotated[bool, typer.Option("--delete", help="Hand it over to `kubectl delete`.")] = False,
     logs: Annotated[bool, typer.Option("--logs", help="Follow the output of its pods with `kubectl logs`.")] = False,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
-    ] = None,
+    set_: Settings = None,
 ) -> None:
     """Write the job as a file for Kubernetes, or hand it over to kubectl.
 

@@ -81,7 +81,8 @@ def _describe_run_failure(state: RunState) -> str:
     failure = end.first_failure
     if failure is None:
         return end.error or ""
-    return f"{describe_failure_subject(failure.node, failure.rank, failure.exit_code)}: {failure.summary or 'failed'}"
+    subject = describe_failure_subject(failure.node, failure.rank, failure.exit_code, hang=failure.hang)
+    return f"{subject}: {failure.summary or 'failed'}"
 
 
 def _format_time_since(looked: float) -> str:

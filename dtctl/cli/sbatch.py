@@ -11,7 +11,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
-from dtctl.cli.common.agreement import Yes, require_spec_agreement
+from dtctl.cli.common.agreement import Settings, Yes, require_spec_agreement
 from dtctl.cli.common.batch_job_view import tell_unmeasured
 from dtctl.errors import PlanError
 
@@ -30,9 +30,7 @@ def sbatch(
     plain: Annotated[
         bool, typer.Option("--plain", help="A short file in which srun alone starts the workers; no restarts.")
     ] = False,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
-    ] = None,
+    set_: Settings = None,
     yes: Yes = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from dtctl import names
 from dtctl.cli import output
+from dtctl.cli.common.agreement import Settings
 from dtctl.errors import DtctlError
 from dtctl.printable import format_count
 
@@ -28,9 +29,7 @@ NOT_EXAMINED = (
 
 def validate(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The spec.")] = Path(names.SPEC_FILE),
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")
-    ] = None,
+    set_: Settings = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of the spec.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
 ) -> None:

@@ -37,7 +37,7 @@ def build_node_table(done: Examination) -> tuple[list[str], list[list[str]]]:
     rows = []
     for seen in done.seen:
         cells = [_summarize_layer(done, seen, checks) for checks in _LAYERS.values()]
-        rows.append([seen.name, seen.address, *cells])
+        rows.append([seen.name, seen.address or seen.target, *cells])
     return ["NODE", "ADDRESS", *_LAYERS], rows
 
 

@@ -164,7 +164,7 @@ def _describe_run_end(run: RunFacts) -> str:
     failure = state.done and state.done.first_failure
     if failure:
         summary = f": {failure.summary}" if failure.summary else ""
-        subject = describe_failure_subject(failure.node, failure.rank, failure.exit_code)
+        subject = describe_failure_subject(failure.node, failure.rank, failure.exit_code, hang=failure.hang)
         first = f"Failed after {took}: {subject} {describe_worker_end(failure)}{summary}."
     elif state.status in LEFT:
         first = f"Its launcher ended unexpectedly after {took}."

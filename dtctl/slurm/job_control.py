@@ -239,7 +239,7 @@ class _RecordingEmitter:
 
 def _describe_first_failure(first: FirstFailure) -> str:
     """Describe the first failure, for the output of a job without a follower."""
-    subject = describe_failure_subject(first.node, first.rank, first.exit_code)
+    subject = describe_failure_subject(first.node, first.rank, first.exit_code, hang=first.hang)
     ended = "was lost" if first.exit_code is None else f"ended with exit code {first.exit_code}"
     how = "made no progress" if first.hang else ended
     return f"{subject} {how}{f': {first.summary}' if first.summary else ''}"

@@ -406,4 +406,11 @@ def test_a_program_that_prints_no_more_is_ended_where_that_was_asked_for(tmp_pat
     text = "import os, time\nprint('on', flush=True)\nif os.environ['DTCTL_ATTEMPT'] == '0':\n    time.sleep(1000)\n"
     done = dtctl("launch", cwd=project(tmp_path / "p", job, **{"train.py": text}))
     assert (done.returncode, done.stdout) == (0, "[localhost:0] on\n" * 2), done.stderr
-    assert "no worker has printed anything for 2 s (job.hang_output_s)" in done.stderr
+    assert "the run made no progress" in done.stderr
+    assert "node localhost" not in done.stderr, "it is not known which one is stuck"
+    again = dtctl("launch", "--set", "job.max_restarts=0", cwd=tmp_path / "p")
+    assert (again.returncode, "first failure: the run made no progress" in again.stderr) == (8, True), again.stderr
+    assert "no worker has printed anything for 2 s (job.hang_output_s)" in again.stderr
+    watched = dtctl("launch", "--json", "--set", "job.max_restarts=0", cwd=tmp_path / "p").stdout
+    end = json.loads(watched.splitlines()[-1])["first_failure"]
+    assert (end["node"], end["rank"]) == (None, None)

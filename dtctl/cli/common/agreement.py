@@ -17,6 +17,9 @@ Yes = Annotated[
     bool, typer.Option("--yes", help="Allow, without asking, everything the spec accesses outside its folder.")
 ]
 
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a value of the spec.")]
+"""Option of commands that read a spec."""
+
 
 def require_spec_agreement(spec: Spec, *, yes: bool, launching: bool = False) -> None:
     """Ask the user to agree to what the spec uses outside of its folder, at the first command for this folder.

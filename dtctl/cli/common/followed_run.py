@@ -273,7 +273,7 @@ def format_failure_lines(end: RunEnded) -> list[str]:
     failure = end.first_failure
     if failure is None:
         return [f"why: {end.error}"] if end.status == "failed" and end.error else []
-    subject = describe_failure_subject(failure.node, failure.rank, failure.exit_code)
+    subject = describe_failure_subject(failure.node, failure.rank, failure.exit_code, hang=failure.hang)
     code = None if failure.exit_code is None else f"exit code {failure.exit_code}"
     ended = code if failure.signal is None else f"signal {failure.signal}"
     log = [f"log: {failure.log}"] if failure.log else []
@@ -287,7 +287,7 @@ def print_run_end(result: Result) -> None:
 
     failure = result.first_failure
     if failure is not None:
-        subject = describe_failure_subject(failure.node, failure.rank, failure.exit_code)
+        subject = describe_failure_subject(failure.node, failure.rank, failure.exit_code, hang=failure.hang)
         output.print_stderr(f"first failure: {subject} {describe_failure(failure)}", "red", "bold")
         for line in failure.tail:
             output.print_stderr(f"  | {line}", fold=False)

@@ -73,8 +73,10 @@ class AttemptTracker:
         reason = failures.describe_failure(failure)
         emit(
             AttemptRestarting(
-                attempt=self.number, of=plan.max_restarts + self._unblamed, reason=reason, wait_s=decision.wait_s,
-                node=failure.node, rank=failure.rank, exit_code=failure.exit_code,
+                attempt=self.number, of=plan.max_restarts + self._unblamed, wait_s=decision.wait_s,
+                reason=reason if failure.blames_node else f"the run {reason}",
+                node=failure.node if failure.blames_node else None,
+                rank=failure.rank, exit_code=failure.exit_code,
             )
         )  # fmt: skip
         self._nodes.gang.wait_with_keepalive(decision.wait_s)

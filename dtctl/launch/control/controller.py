@@ -73,7 +73,7 @@ class Result:
         first_failure = None
         if failure is not None:
             first_failure = FirstFailure(
-                node=failure.node,
+                node=failure.node if failure.blames_node else None,
                 rank=failure.rank,
                 exit_code=failure.exit_code,
                 signal=failure.signal,

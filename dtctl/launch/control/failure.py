@@ -63,6 +63,11 @@ class Failure:
     asked_to_stop: bool = False
     """True if a signal from outside that requests a stop (SIGTERM or SIGUSR1) ended the worker."""
 
+    @property
+    def blames_node(self) -> bool:
+        """Return whether the failure is on `node`; that of a hang without a known rank may be on any node."""
+        return self.rank is not None or not self.hang
+
 
 def describe_failure(failure: Failure) -> str:
     """Describe a failure in one line without its place: `was ended by signal 9 (SIGKILL)`."""

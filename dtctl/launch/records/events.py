@@ -470,12 +470,16 @@ class FirstFailure:
     """True if the worker was ended because it made no progress."""
 
 
-def describe_failure_subject(node: str | None, rank: int | None, exit_code: int | None) -> str:
+def describe_failure_subject(
+    node: str | None, rank: int | None, exit_code: int | None, *, hang: bool | None = False
+) -> str:
     """Return the subject of a failure: `rank 3 on node2`, `node node2` (lost), `the agent on node2`, or `a worker`.
 
     The agent is the program that starts the workers of a node, such as torchrun. An exit of the agent without the name
-    of a failed worker does not count as a failure of the node.
+    of a failed worker does not count as a failure of the node. The subject of a hang without a known rank is `the run`.
     """
+    if hang and rank is None:
+        return "the run"
     if not node:
         return "a worker"
     if rank is not None and rank >= 0:
