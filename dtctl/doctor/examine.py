@@ -132,28 +132,22 @@ def examine_spec_nodes(
         python = {one.name: one.python or "python3" for one in cluster.nodes}
         gpus: tuple[dict[str, Any], ...] = ()
         if gpu:
-            from dtctl.doctor.checks import gpu_speed
-
-            findings += gpu_speed.check_gpus_present(reports)
-            measured = gpu_speed.measure_node_gpus(probes, reports, python=python, env=envs, progress=progress)
-            findings += gpu_speed.check_gpu_speed(measured)
-            ran += gpu_speed.RAN if measured else ()
-            gpus = gpu_speed.build_gpu_speed_rows(measured)
+            measured = _measure_gpus(probes, reports, python=python, env=envs, progress=progress)
+            gpus = measured.rows
+            findings += measured.findings
+            ran += measured.ran
         sums = collective.AllReduceResult()
-        confirmed: dict[str, Collection[str]] = {}
         if "collective" not in skip and _can_add_up(reports, findings, every_gpu=gpu):
             variables = {one.name: collect_launch_variables(spec, one) for one in cluster.nodes}
             sums = collective.check_all_reduce(
                 probes, reports, python=python, env=variables, progress=progress, every_gpu=gpu
             )
-            confirmed.update(sums.uses)
             # A node that was lost during the all-reduce is no failure of the all-reduce.
-            findings += (
-                list(node.check_reachability([one for one in reports if one.error is not None])) or sums.findings
-            )
+            lost_meanwhile = list(node.check_reachability([one for one in reports if one.error is not None]))
+            findings += lost_meanwhile or sums.findings
             ran += collective.RAN
         if any(one.error is None for one in reports):
-            findings += node.check_job_python([one for one in reports if one.error is None and one.facts], confirmed)
+            findings += node.check_job_python([one for one in reports if one.error is None and one.facts], sums.uses)
     lost = coverage.find_unexamined_needs(reports, skip=skip, ran=ran, rendezvous=bool(candidates), found=findings)
     return Examination(
         findings=tuple(order_findings(findings, ran=ran, unexamined=lost)),
@@ -161,6 +155,30 @@ def examine_spec_nodes(
         sums=sums.figures,
         gpus=gpus,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _MeasuredGpus:
+    findings: list[Finding]
+    ran: tuple[str, ...]
+    """Checks that were made; none without a GPU."""
+    rows: tuple[dict[str, Any], ...]
+    """See `Examination.gpus`."""
+
+
+def _measure_gpus(
+    probes: NodeProbes,
+    reports: Sequence[NodeReport],
+    *,
+    python: Mapping[str, str],
+    env: Mapping[str, Mapping[str, str]],
+    progress: Progress,
+) -> _MeasuredGpus:
+    from dtctl.doctor.checks import gpu_speed  # Most examinations measure no GPU.
+
+    measured = gpu_speed.measure_node_gpus(probes, reports, python=python, env=env, progress=progress)
+    findings = [*gpu_speed.check_gpus_present(reports), *gpu_speed.check_gpu_speed(measured)]
+    return _MeasuredGpus(findings, gpu_speed.RAN if measured else (), gpu_speed.build_gpu_speed_rows(measured))
 
 
 def _can_add_up(reports: list[NodeReport], found: list[Finding], *, every_gpu: bool) -> bool:

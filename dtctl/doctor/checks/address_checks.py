@@ -69,12 +69,17 @@ def explain_unusable_interface(node: NodeReport, one: UsedInterface, reports: Se
         return ""
     if one.address != node.data_address:  # this is NCCL's interface, which no call has tested
         return ""
-    calls = [call for other in reports if other is not node for call in other.answers if call["node"] == node.name]
-    there = [call["result"] == "ok" for call in calls if call["kind"].startswith("data")]
-    elsewhere = [call["result"] == "ok" for call in calls if call["kind"] == REACHED]
-    if there and not any(there) and any(elsewhere):
+    if _is_reached_elsewhere_only(node, reports):
         return f"the others do not reach it at {one.address} ({one.name}), and do at {node.address}"
     return ""
+
+
+def _is_reached_elsewhere_only(node: NodeReport, reports: Sequence[NodeReport]) -> bool:
+    """Return whether other nodes reach a node at the address that dtctl uses, and none at that of its workers."""
+    calls = [call for other in reports if other is not node for call in other.answers if call["node"] == node.name]
+    to_workers = [call["result"] == "ok" for call in calls if call["kind"].startswith("data")]
+    to_node = [call["result"] == "ok" for call in calls if call["kind"] == REACHED]
+    return bool(to_workers) and not any(to_workers) and any(to_node)
 
 
 def check_rendezvous_address(reports: Sequence[NodeReport], wanted: str | None) -> Iterator[Finding]:
@@ -86,38 +91,43 @@ def check_rendezvous_address(reports: Sequence[NodeReport], wanted: str | None) 
     """
     if wanted is None:
         return
+    why = _explain_wrong_address(reports, wanted)
+    if not why:
+        return
     head, others = reports[0], reports[1:]
-    why = ""
-    lost = [node.name for node in reports if not node.meeting]
-    elsewhere = {
-        node.name: node.meeting for node in reports if node.meeting and node.meeting not in head.facts["addresses"]
-    }
-    twins = [node.name for node in others if node.meeting and node.meeting in node.facts["addresses"]]
-    if lost:
-        why = f"{wanted} cannot be resolved on {', '.join(lost)}"
-    elif others and any(is_loopback(node.meeting) for node in reports):
-        why = f"{wanted} is a loopback address, so every node would look for the others on itself"
-    elif elsewhere:
-        owners = [node.name for node in others if next(iter(elsewhere.values())) in node.facts["addresses"]]
-        why = f"{next(iter(elsewhere.values()))} is not an address of {head.name}" + (
-            f" but of {', '.join(owners)}" if owners else ""
-        )
-    elif twins:
-        why = f"{wanted} is an address of {', '.join(twins)}, too; these nodes would connect to themselves"
-    elif head.meeting != head.address and _list_unconnected_nodes(head, others):
-        why = f"{', '.join(_list_unconnected_nodes(head, others))} cannot reach {head.name} at {wanted}"
-    if why:
-        address = head.address if _is_ip_address(head.address) else f"the address of {head.name}"
-        yield Finding(
-            check="rendezvous-address",
-            status="fail",
-            nodes=(head.name,),
-            peers=tuple(node.name for node in others),
-            summary=f"network.rendezvous_address: {why}",
-            fix=f"remove network.rendezvous_address, or set it to {address}, an address of {head.name} that the "
-            "others reach",
-            evidence=tuple(f"{node.name}: {wanted} is {node.meeting or 'unknown'}" for node in reports),
-        )
+    address = head.address if _is_ip_address(head.address) else f"the address of {head.name}"
+    yield Finding(
+        check="rendezvous-address",
+        status="fail",
+        nodes=(head.name,),
+        peers=tuple(node.name for node in others),
+        summary=f"network.rendezvous_address: {why}",
+        fix=f"remove network.rendezvous_address, or set it to {address}, an address of {head.name} that the "
+        "others reach",
+        evidence=tuple(f"{node.name}: {wanted} is {node.meeting or 'unknown'}" for node in reports),
+    )
+
+
+def _explain_wrong_address(reports: Sequence[NodeReport], wanted: str) -> str:
+    """Return why workers do not meet at the rendezvous address; empty if they do."""
+    head, others = reports[0], reports[1:]
+    unresolved = [node.name for node in reports if not node.meeting]
+    if unresolved:
+        return f"{wanted} cannot be resolved on {', '.join(unresolved)}"
+    if others and any(is_loopback(node.meeting) for node in reports):
+        return f"{wanted} is a loopback address, so every node would look for the others on itself"
+    foreign = [node.meeting for node in reports if node.meeting not in head.facts["addresses"]]
+    if foreign:
+        owners = [node.name for node in others if foreign[0] in node.facts["addresses"]]
+        of_another = f" but of {', '.join(owners)}" if owners else ""
+        return f"{foreign[0]} is not an address of {head.name}{of_another}"
+    twins = [node.name for node in others if node.meeting in node.facts["addresses"]]
+    if twins:
+        return f"{wanted} is an address of {', '.join(twins)}, too; these nodes would connect to themselves"
+    unconnected = _list_unconnected_nodes(head, others)
+    if head.meeting != head.address and unconnected:
+        return f"{', '.join(unconnected)} cannot reach {head.name} at {wanted}"
+    return ""
 
 
 def _list_unconnected_nodes(head: NodeReport, others: Sequence[NodeReport]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from dtctl.doctor.findings import Finding
 from dtctl.doctor.node_probes import NodeProbes
@@ -52,30 +52,46 @@ def check_shared_folders(sights: Sights) -> Iterator[Finding]:
     """Yield findings about folders that only some nodes share, and about files that appear late. Pure."""
     for folder in dict.fromkeys(folder for folder, _, _ in sights):
         here = {(who, whose): after_s for (where, who, whose), after_s in sights.items() if where == folder}
-        names = list(dict.fromkeys(name for pair in here for name in pair))
-        sharing = {name: sum(after_s is not None for pair, after_s in here.items() if name in pair) for name in names}
-        apart = tuple(name for name, count in sharing.items() if not count)
-        if apart and len(apart) < len(names):
-            together = [name for name in names if name not in apart]
-            yield Finding(
-                check="shared",
-                status="fail",
-                nodes=apart,
-                peers=tuple(together),
-                summary=f"{folder} is one folder for {', '.join(together)}, and another one on {', '.join(apart)}",
-                fix=f"mount the shared file system on {', '.join(apart)}: compare `findmnt -T {folder}` with others",
-                evidence=tuple(f"{name} sees no other node's file in {folder}" for name in apart),
-            )
-        late = {pair: after_s for pair, after_s in here.items() if after_s is not None and after_s > LATE_S}
-        if late:
-            slow = tuple(dict.fromkeys(who for who, _ in late))
-            yield Finding(
-                check="visibility",
-                status="warn",
-                nodes=slow,
-                summary=f"other nodes see files in {folder} only after up to {max(late.values()):.1f} s",
-                fix="mount it with less attribute caching (NFS: actimeo=1 or noac), or keep snapshots on local disks",
-                evidence=tuple(
-                    f"{who} saw the file of {whose} after {after_s:.1f} s" for (who, whose), after_s in late.items()
-                ),
-            )
+        yield from _check_sharing(folder, here)
+        yield from _check_visibility(folder, here)
+
+
+def _check_sharing(folder: str, here: Mapping[tuple[str, str], float | None]) -> Iterator[Finding]:
+    """Yield a finding if some nodes share a folder and others do not.
+
+    Args:
+        folder: path of the folder.
+        here: (node, another node) -> seconds until the first one saw the other's file there; None: it did not.
+    """
+    names = dict.fromkeys(name for pair in here for name in pair)
+    sharing = {name for pair, after_s in here.items() if after_s is not None for name in pair}
+    apart = [name for name in names if name not in sharing]
+    if not apart or not sharing:
+        return
+    together, without = ", ".join(name for name in names if name in sharing), ", ".join(apart)
+    yield Finding(
+        check="shared",
+        status="fail",
+        nodes=tuple(apart),
+        peers=tuple(name for name in names if name in sharing),
+        summary=f"{folder} is one folder for {together}, and another one on {without}",
+        fix=f"mount the shared file system on {without}: compare `findmnt -T {folder}` with others",
+        evidence=tuple(f"{name} sees no other node's file in {folder}" for name in apart),
+    )
+
+
+def _check_visibility(folder: str, here: Mapping[tuple[str, str], float | None]) -> Iterator[Finding]:
+    """Yield a finding if a node sees the files of another one late; for `here` see `_check_sharing`."""
+    late = {pair: after_s for pair, after_s in here.items() if after_s is not None and after_s > LATE_S}
+    if not late:
+        return
+    yield Finding(
+        check="visibility",
+        status="warn",
+        nodes=tuple(dict.fromkeys(who for who, _ in late)),
+        summary=f"other nodes see files in {folder} only after up to {max(late.values()):.1f} s",
+        fix="mount it with less attribute caching (NFS: actimeo=1 or noac), or keep snapshots on local disks",
+        evidence=tuple(
+            f"{who} saw the file of {whose} after {after_s:.1f} s" for (who, whose), after_s in late.items()
+        ),
+    )
