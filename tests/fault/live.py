@@ -48,7 +48,8 @@ from tests.integration.slurm_hosts import python_path
 
 ROOT = Path(dtctl.__file__).parents[1]
 KINDS = (
-    *("worker",) * 6, "reader", "two", "during", "warm", "frozen", "evaluation", "save", "supervisor", "host", "cut",
+    *("worker",) * 6, "reader", "two", "during", "warm", "frozen", "frozen meanwhile", "evaluation", "save",
+    "supervisor", "host", "cut",
 )  # fmt: skip
 EDGES = ("first", "last")
 NOT_IN_SLURM = ("host", "cut")
@@ -286,7 +287,7 @@ def kill(kind: str, found: dict[str, list[int]], source: random.Random, parts: M
     """SIGKILL to processes of a kind; to whom. Each part of the state, which workers have by `parts`, keeps one."""
     pool = found["worker"] if kind not in ("reader", "warm") else found[kind]
     choices: list[tuple[int, ...]] = [(pid,) for pid in pool]
-    if kind in ("two", "during"):
+    if kind in ("two", "during", "frozen meanwhile"):
         pairs = permutations(pool, 2) if parts.keys() == set(pool) else ()
         choices = [pair for pair in pairs if {parts[pid] for pid in pool if pid not in pair} == set(parts.values())]
     if not choices:
@@ -295,11 +296,19 @@ def kill(kind: str, found: dict[str, list[int]], source: random.Random, parts: M
     for number, pid in enumerate(victims):
         if number and kind == "during":
             time.sleep(source.uniform(0.0, 1.0))
+        if number and kind == "frozen meanwhile":
+            time.sleep(source.uniform(0.0, 0.4))
+        is_frozen = kind == "frozen" or (number and kind == "frozen meanwhile")
         try:
-            os.kill(pid, signal.SIGSTOP if kind == "frozen" else signal.SIGKILL)
+            os.kill(pid, signal.SIGSTOP if is_frozen else signal.SIGKILL)
         except ProcessLookupError:
             continue
     return victims
+
+
+def count_replaced(run: Run) -> int:
+    """How many workers were replaced, each time that they were."""
+    return sum(len(event["replaced"]) for event in run.events("heal"))
 
 
 def harass(
@@ -318,13 +327,13 @@ def harass(
     among = [kind for kind in KINDS if kind in kinds]
     kills -= "last" in kinds
     deadline, before, sizes = time.monotonic() + STUCK_S, 0, dict[int, list[str]]()
-    saved_before, restarted, restarted_at = 0, 0, 0
+    saved_before, restarted, restarted_at, restarted_by = 0, 0, 0, 0
     while len(ended.killed) < kills and time.monotonic() < deadline:
         heals, snapshots, restarts = run.events("heal"), run.events("snapshot"), run.events("restart")
         saved = len(snapshots)
         if len(restarts) > restarted:  # nobody is struck before there is something to be struck in
             restarted, restarted_at = len(restarts), saved
-        if saved == restarted_at or len(heals) + len(restarts) < before:
+        if saved == restarted_at or (count_replaced(run) < before and len(restarts) <= restarted_by):
             if saved > saved_before + IDLE_SNAPSHOTS:  # nobody has missed it, such as a reader that was ending anyway
                 before = 0
                 ended.killed.pop()
@@ -337,12 +346,13 @@ def harass(
             sizes.setdefault(pid, []).append(size_of(pid))
         time.sleep(source.uniform(0.0, 0.6))
         kind = source.choice(among)
-        known = len(run.events("heal")) + len(run.events("restart"))
+        known, restarted_by = count_replaced(run), len(run.events("restart"))
         if victims := strike(kind, run, sandbox, folder, source, sheltered=sheltered):
             ended.killed.append(victims)
             deadline = time.monotonic() + STUCK_S
-            before, saved_before = known + (kind != "warm"), len(run.events("snapshot"))
-    while len(run.events("heal")) + len(run.events("restart")) < before and time.monotonic() < deadline:
+            of_strike = victims.count(",") + 1 if kind != "warm" else 0  # two may be replaced in one healing or in two
+            before, saved_before = known + of_strike, len(run.events("snapshot"))
+    while count_replaced(run) < before and len(run.events("restart")) <= restarted_by and time.monotonic() < deadline:
         time.sleep(0.02)
     if "last" in kinds:
         ended.killed += ["in the last step"]

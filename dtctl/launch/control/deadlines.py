@@ -170,14 +170,27 @@ class AttemptDeadlines:
         healing = self.losses.healing
         assert healing is not None  # noqa: S101  # for the type checker
         self.losses.run_replacement_step(lambda healing: healing.check(self.nodes.link_timeout_s + 2 * PING_S))
-        for rank, asked_s in healing.late().items():
-            if self.nodes.hang_monitor.is_stuck(rank, asked_s=asked_s, again=healing.newest_step >= 0):
-                node = self.nodes.hang_monitor.node_of_rank[rank]
-                summary = f"it has not reacted for {asked_s:.0f} s to the loss of another worker"
-                stuck = Failure(
-                    node=node, rank=rank, exit_code=None, signal=None, time=time.time(), summary=summary, hang=True
-                )
-                self.losses.replace_hung(stuck, detect_s=0.0)
+        for rank, asked_s in healing.list_late_survivors().items():
+            self._replace_if_stuck(rank, asked_s)
+        # Workers that join wait for each other, so the silence of one does not show which of them is at fault.
+        for rank, called_s in healing.list_unjoined().items():
+            if self.nodes.hang_monitor.is_stopped(rank):
+                self._replace_if_stuck(rank, called_s)
+
+    def _replace_if_stuck(self, rank: int, asked_s: float) -> None:
+        healing, monitor = self.losses.healing, self.nodes.hang_monitor
+        if healing is None or not monitor.is_stuck(rank, asked_s=asked_s, again=healing.newest_step >= 0):
+            return
+        stuck = Failure(
+            node=monitor.node_of_rank[rank],
+            rank=rank,
+            exit_code=None,
+            signal=None,
+            time=time.time(),
+            summary=f"it has not reacted for {asked_s:.0f} s to the loss of another worker",
+            hang=True,
+        )
+        self.losses.replace_hung(stuck, detect_s=0.0)
 
     def check_close(self, now: float) -> None:
         """Stop nodes that do not report the end of their workers."""

@@ -39,8 +39,8 @@ class _OngoingReplacement:
     """Time when the newest loss was reported to the survivors."""
     meeting: tuple[str, int] | None = None
     """Address and port of the store at which the workers meet."""
-    is_called: bool = False
-    """True if the workers have got the request to join."""
+    called_s: float | None = None
+    """Time when the workers got the request to join, on the monotonic clock; None: they did not."""
 
 
 class WorkerReplacement:
@@ -156,7 +156,7 @@ class WorkerReplacement:
         return self._current
 
     def _begin_epoch(self, current: _OngoingReplacement, lost: Sequence[int]) -> None:
-        current.ready, current.joined, current.meeting, current.is_called = set(), {}, None, False
+        current.ready, current.joined, current.meeting, current.called_s = set(), {}, None, None
         survivors = sorted(self._nodes.keys() - current.lost.keys())
         if not survivors:
             raise WorkerNotReplaced("no worker is left that has the state")
@@ -168,13 +168,21 @@ class WorkerReplacement:
         for name in dict.fromkeys(self._nodes.values()):
             self._gang.sessions[name].send(message)  # The link's reader reports a lost link.
 
-    def late(self) -> dict[int, float]:
+    def list_late_survivors(self) -> dict[int, float]:
         """Return the survivors that have not reported yet that they are ready: rank -> seconds since the request."""
         current = self._current
         if current is None:
             return {}
         asked_s = time.monotonic() - current.asked_s
         return dict.fromkeys(sorted(self._nodes.keys() - current.lost.keys() - current.ready), asked_s)
+
+    def list_unjoined(self) -> dict[int, float]:
+        """Return the workers that have not joined the new group: rank -> seconds since the request to join."""
+        current = self._current
+        if current is None or current.called_s is None:
+            return {}
+        called_s = time.monotonic() - current.called_s
+        return dict.fromkeys(sorted(self._nodes.keys() - current.joined.keys()), called_s)
 
     def assign_substitute(self, substitute: ReplacementNode) -> None:
         """Replace a lost node by another one.
@@ -213,8 +221,8 @@ class WorkerReplacement:
             current.ready.add(report.rank)
         elif report.state == "joined":
             current.joined[report.rank] = report
-        if current.meeting is not None and not current.is_called and current.ready >= self._nodes.keys():
-            current.is_called = True
+        if current.meeting is not None and current.called_s is None and current.ready >= self._nodes.keys():
+            current.called_s = time.monotonic()
             address, port = current.meeting
             self._send_heal_message(Join(epoch=self._epoch, address=address, port=port))
         return self._finish_healing(current) if current.joined.keys() >= self._nodes.keys() else None
@@ -261,7 +269,7 @@ class WorkerReplacement:
         for lost, error in self._pool.check().items() if self._pool is not None else ():
             raise WorkerNotReplaced(f"no node can replace {lost}: {error}")
         if time.monotonic() - current.began_s > self._limit_s:
-            waiting = sorted(self._nodes.keys() - (current.joined if current.is_called else current.ready))
+            waiting = sorted(self._nodes.keys() - (current.ready if current.called_s is None else current.joined))
             ranks = ", ".join(f"{rank} on {self._nodes[rank]}" for rank in waiting[:4])
             raise WorkerNotReplaced(f"after {self._limit_s:g} s (job.heal_s) these ranks are not ready: {ranks}")
 

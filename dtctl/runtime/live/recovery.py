@@ -146,6 +146,8 @@ def _rejoin_with_retries(training: Training, live: SupervisorLink) -> bool:
                 raise
             forget_frames(exc)
             if not live.is_wanted:  # the loss of a worker has not been announced
+                reason = (str(exc).splitlines() or [type(exc).__name__])[0]
+                say(f"could not connect to the other workers within {limit_s:g} s, tries again: {reason}")
                 live.report("failed")
                 limit_s *= 2
         else:

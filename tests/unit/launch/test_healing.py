@@ -181,6 +181,26 @@ def test_a_survivor_that_does_not_react_is_replaced_too(rig: LiveRig, first: int
     assert [each.rank for each in healed.replaced] == [1, 2]
 
 
+@pytest.mark.parametrize("state", ["T", "S"], ids=["one is stopped", "all run"])
+def test_a_worker_that_is_stopped_while_it_joins_is_replaced_too(rig: LiveRig, state: str) -> None:
+    """All wait for each other there, so that silence alone accuses nobody."""
+    rig.exit("b", code=137, signal=9)
+    rig.report("a", "hosting", port=1)
+    rig.all_do("ready", 1)
+    assert len(rig.joins("a")) == 1
+    for node in "ac":
+        rig.nodes[node].last_heard = time.monotonic()
+        rig.say(node, "pong", workers=[worker("abc".index(node), state=state if node == "c" else "S")])
+    rig.attempt.deadlines.check()
+    assert len(rig.heals("a")) == 1, "it was asked just now"
+    current = rig.attempt.losses.healing and rig.attempt.losses.healing._current
+    assert current
+    assert current.called_s is not None
+    current.called_s -= 6.0
+    rig.attempt.deadlines.check()
+    assert [message.lost for message in rig.heals("a")] == [[1], [2]][: 1 + (state == "T")]
+
+
 def test_what_is_no_loss_is_a_failure_as_ever(rig: LiveRig) -> None:
     rig.exit("b", code=3)
     assert rig.sent_to("a") == ["stop"]
