@@ -257,12 +257,20 @@ def explain_exception_chain(last: PrintedException) -> ExplainedException:
     if (
         len(of_weight) > 1
         and last.link == "context"
-        and chosen.raised.short in _PROBING
+        and (chosen.raised.short in _PROBING or _is_raised_by_handler(last, chosen.raised))
         and of_weight[-1].raised is last
     ):
         # The first exception was an attempt that could fail; the program has raised the last one on purpose.
         return of_weight[-1]
     return chosen
+
+
+def _is_raised_by_handler(raised: PrintedException, handled: PrintedException) -> bool:
+    """Return whether the function that has caught an exception raised another one with a message of its own."""
+    if not raised.frames or not handled.frames:
+        return False
+    handler, at = handled.frames[0], raised.frames[-1]
+    return (at.path, at.function) == (handler.path, handler.function) and at.source.startswith("raise ")
 
 
 def _explain_exception(raised: PrintedException, later: PrintedException | None) -> ExplainedException:

@@ -14,6 +14,8 @@ _DECORATION = re.compile(
 )
 _UNSHOWN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 """Pattern of characters that a terminal interprets instead of showing them, except for tabs."""
+_BAR = re.compile(r"^.*\[\d[\d:]*(?:<[\d:?]+)?, +[^\[\]]*(?:/s|s/\w+)[^\[\]]*\](?=\S)")
+"""Pattern of a progress bar without a line end, after which a process has printed something else in the same line."""
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
 _ISO = r"\[?(?P<iso>\d{4}[-/]\d\d[-/]\d\d[T_ ]" + _CLOCK + r")(?:Z|[+-]\d\d:?\d\d)?\]?[ |:-]*"
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -129,6 +131,8 @@ def parse_log_line(raw: str, *, file: str, number: int, rank: int | None, node: 
         node: node of the file; None if the file has several nodes.
     """
     text = render_terminal_line(raw)
+    if "/s" in text or "s/" in text:
+        text = _BAR.sub("", text)
     time: float | None = None
     local: str | None = None
     pid: str | None = None

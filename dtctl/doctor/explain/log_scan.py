@@ -57,6 +57,7 @@ _WARNING = re.compile(
     r": [WI] (?:tensorflow|external|xla)/|[Ee]rror caught was|\boptional\b|(?<!NCCL )\bWARN(?:ING)?\b|"
     r"\b(?:INFO|DEBUG)\b|\[W\d{3,4} |\[W |^W\d{4} |\w+Warning\b|\b[Ww]arnings?:|\b[Rr]etry|"
     r"\bfall(?:ing|s)? ?back\b|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b|"
+    r"\b(?:going|switching|reverting|defaulting) to \S+ instead\b|"
     r"\baccepting this\b|\bharmless\b|\bcan be ignored\b|\bnot (?:fatal|an error)\b"
 )
 """Pattern of a line that is not a failure, such as a warning."""
