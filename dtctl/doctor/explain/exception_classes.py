@@ -395,7 +395,7 @@ def classify_exception(raised: PrintedException) -> tuple[str, int]:  # noqa: C9
     if "is not set" in text and re.search(r"environment|\b[A-Z]{3,}(?:_[A-Z]+)+\b", text):
         return "environment-variable", 2
     if (
-        root in _DOWNLOADS
+        (root in _DOWNLOADS and name not in ("Error", "UsageError", "ConfigError"))  # the library was used wrongly
         or name in ("HTTPError", "CommError", "HfHubHTTPError")
         or (not own and _DOWNLOADS & set(inner) and _is_os(name))
     ):

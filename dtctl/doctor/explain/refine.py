@@ -113,7 +113,7 @@ def refine_diagnosis(
     if found.id in _WAITING:
         found = _add_last_activity(found, group)
     found = apply_combination_rules(found, candidate, all_)
-    if found.confidence == "low":
+    if found.confidence == "low" and candidate.signature.role in ("effect", "symptom"):
         found = _without_a_word(found, all_)
     return found, None if found.confidence == before else found.confidence
 
