@@ -137,6 +137,7 @@ def parse_log_line(raw: str, *, file: str, number: int, rank: int | None, node: 
     local: str | None = None
     pid: str | None = None
     by_logger = False
+    is_label = False
     while text:
         for pattern in _PREFIXES.get(text[0], ()):
             found = pattern.match(text)
@@ -147,8 +148,8 @@ def parse_log_line(raw: str, *, file: str, number: int, rank: int | None, node: 
         groups = found.groupdict()
         label = groups.get("label")
         said = groups.get("rank") or (None if by_logger else label)
-        if said is not None and rank is None:
-            rank = int(said)
+        if said is not None and (rank is None or (is_label and groups.get("rank"))):  # srun's label may be a node
+            rank, is_label = int(said), not groups.get("rank")
         local = local or groups.get("local")
         node = node or (None if by_logger and label is not None else groups.get("node"))
         pid = pid or groups.get("pid")

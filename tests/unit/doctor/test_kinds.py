@@ -113,6 +113,8 @@ BENIGN = (
     '  File "/opt/venv/lib/python3.10/site-packages/wandb/sdk/wandb_run.py", line 268, in check_network_status\n'
     "    self._loop_check_status(\nBrokenPipeError: [Errno 32] Broken pipe",
     "slurmstepd: error: couldn't chdir to `/workspace': No such file or directory: going to /tmp instead",
+    "[rank0]:[2025-07-31 14:52:40] n1:257:261 [0] ras/client_support.cc:160 NCCL WARN Call to bind failed: Address "
+    "already in use",
     "Exception in thread Thread-1:\nTraceback (most recent call last):\n"
     '  File "/usr/lib/python3.10/threading.py", line 1016, in _bootstrap_inner\n    self.run()\n'
     '  File "/opt/venv/lib/python3.10/site-packages/tensorboardX/event_file_writer.py", line 202, in run\n'
