@@ -75,7 +75,7 @@ CLASSES: dict[str, str] = {
                        "storage-failed permission hub-missing missing-key",
     "dataloader": "loader-exited bad-sample loader-killed loader-timeout open-files shm-full bad-data segfault",
     "configuration": "shell-syntax not-divisible bad-arguments bad-configuration local-rank-argument command-missing "
-                     "world-too-large mpi-slots mpi-root exception no-bf16 scaler-bf16 "
+                     "world-too-large mpi-slots mpi-root exception no-bf16 scaler-bf16 settings-missing "
     "library-error assertion not-supported version-conflict rendezvous-variables missing-script port-invalid "
     "store-barrier device-map",
     "nan-or-loss-scale": "loss-scale loss-nan",

@@ -169,6 +169,7 @@ PASSING_ON = frozenset(
         "SubprocessError",
         "TimeoutExpired",
         "ProcessRaisedException",
+        "PapermillExecutionError",
     ]
 )
 _PROBING = frozenset(
@@ -395,6 +396,9 @@ def classify_exception(raised: PrintedException) -> tuple[str, int]:  # noqa: C9
         return ("version-conflict", 2) if _OTHER_VERSION.search(text) else ("import-failed", 2)
     if name in ("DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "NCCLError"):
         return "distributed-error", -1
+    reads_settings = {"deepspeed", "accelerate"} & set(libraries) and root == "binascii"
+    if reads_settings or "path to an existing deepspeed config" in text:
+        return "settings-missing", 2
     if name == "MemoryError":
         return "host-memory", 2
     if signatures.COMMUNICATION.search(text) and not own:
