@@ -59,13 +59,13 @@ CLASSES: dict[str, str] = {
                     "no-nccl device-map fork-cuda device-unknown no-bf16",
     "gpu-hardware": "gpu-fell-off nvml nvls",
     "driver": "nccl-cuda-failure driver-too-old driver-mismatch fabric-manager nvml nvls no-nccl",
-    "version-conflict": "nccl-address gpu-architecture version-conflict undefined-symbol no-kernel-image "
+    "version-conflict": "part-missing nccl-address gpu-architecture version-conflict undefined-symbol no-kernel-image "
                         "cuda-toolkit-differs weights-only "
                         "removed-api nccl-version-mismatch "
     "old-glibc import-failed missing-module local-rank-argument missing-library driver-too-old",
     "import-or-abi": "undefined-symbol missing-library missing-module import-failed version-conflict old-glibc "
-                     "circular-import",
-    "missing-module": "missing-module import-failed command-missing",
+                     "circular-import part-missing",
+    "missing-module": "part-missing missing-module import-failed command-missing",
     "compile": "compile-cache "
     "gpu-architecture compile-failed build-failed missing-header cuda-toolkit-missing cuda-toolkit-differs",
     "checkpoint": "missing-file checkpoint-damaged shapes-differ world-size-changed checkpoint-missing lfs-pointer "
@@ -75,7 +75,7 @@ CLASSES: dict[str, str] = {
                        "storage-failed permission hub-missing missing-key",
     "dataloader": "loader-exited bad-sample loader-killed loader-timeout open-files shm-full bad-data segfault",
     "configuration": "shell-syntax not-divisible bad-arguments bad-configuration local-rank-argument command-missing "
-                     "world-too-large mpi-slots mpi-root exception no-bf16 "
+                     "world-too-large mpi-slots mpi-root exception no-bf16 scaler-bf16 settings-missing "
     "library-error assertion not-supported version-conflict rendezvous-variables missing-script port-invalid "
     "store-barrier device-map",
     "nan-or-loss-scale": "loss-scale loss-nan",

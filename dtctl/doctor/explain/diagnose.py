@@ -181,7 +181,11 @@ def _name_nodes(found: LogFindings, host_names: HostNames) -> None:
 
 
 def _with_exit(first: Diagnosis, group: list[SignatureMatch], found: LogFindings) -> Diagnosis:
-    """Add the rank and the node that a launcher reports, if the error itself has none."""
+    """Add the rank and the node that a launcher reports, if the error itself has none, and a first failed rank."""
+    if first.ranks and group[0].raised is not None and group[0].signature.blames == "self":
+        named = {hit.rank for hit in found.hits if hit.raised is not None}
+        silent = {hit.rank for hit in found.hits if hit.root and _names_failed_rank(hit)} - named - {None}
+        return replace(first, ranks=tuple(sorted({*first.ranks, *(rank for rank in silent if rank is not None)})))
     if first.ranks or group[0].signature.blames != "self" or group[0].signature.role != "cause":
         return first
     ends = [hit for hit in found.hits if _names_failed_rank(hit)]

@@ -60,6 +60,10 @@ _DOWNLOADS = frozenset(
         "hf_xet",
     )
 )
+_HUBS = frozenset(["huggingface_hub", "transformers", "datasets", "diffusers", "torch", "torchvision", "timm", "wandb"])
+"""Libraries that download, or report to a service on the internet."""
+_ASKS = re.compile(r"(?:requests|urllib3|httpx|httpcore|aiohttp)\.")
+"""Pattern of exceptions of clients that may ask any server."""
 _NETWORK = frozenset(
     (
         "socket",
@@ -165,6 +169,7 @@ PASSING_ON = frozenset(
         "SubprocessError",
         "TimeoutExpired",
         "ProcessRaisedException",
+        "PapermillExecutionError",
     ]
 )
 _PROBING = frozenset(
@@ -248,6 +253,7 @@ def explain_exception_chain(last: PrintedException) -> ExplainedException:
             judged[judged.index(judge)] = ExplainedException(
                 signature=judge.signature, groups=judge.groups, raised=raised, weight=-1
             )
+    judged = [_of_a_server(judge, chain) for judge in judged]
     best = max(judge.weight for judge in judged)
     of_weight = [judge for judge in judged if judge.weight == best]
     if best >= 2:
@@ -257,12 +263,30 @@ def explain_exception_chain(last: PrintedException) -> ExplainedException:
     if (
         len(of_weight) > 1
         and last.link == "context"
-        and chosen.raised.short in _PROBING
+        and (chosen.raised.short in _PROBING or _is_raised_by_handler(last, chosen.raised))
         and of_weight[-1].raised is last
     ):
         # The first exception was an attempt that could fail; the program has raised the last one on purpose.
         return of_weight[-1]
     return chosen
+
+
+def _of_a_server(judge: ExplainedException, chain: list[PrintedException]) -> ExplainedException:
+    """Return a failed request as one to any server, if neither a library nor an address shows that it downloads."""
+    packages = {find_package_name(frame) for raised in chain for frame in raised.frames}
+    has_address = "://" in judge.raised.text or "host=" in judge.raised.text
+    if judge.signature.id != "offline" or has_address or packages & _HUBS or not _ASKS.match(judge.raised.name):
+        return judge
+    signature = signatures.find_exception_kind("network-error")
+    return ExplainedException(signature=signature, groups=judge.groups, raised=judge.raised, weight=2)
+
+
+def _is_raised_by_handler(raised: PrintedException, handled: PrintedException) -> bool:
+    """Return whether the function that has caught an exception raised another one with a message of its own."""
+    if not raised.frames or not handled.frames:
+        return False
+    handler, at = handled.frames[0], raised.frames[-1]
+    return (at.path, at.function) == (handler.path, handler.function) and at.source.startswith("raise ")
 
 
 def _explain_exception(raised: PrintedException, later: PrintedException | None) -> ExplainedException:
@@ -367,13 +391,14 @@ def classify_exception(raised: PrintedException) -> tuple[str, int]:  # noqa: C9
     if raised.frames and _LAUNCHER.search(raised.frames[-1].path) and name in ("RuntimeError", "Exception"):
         return "worker-exit", -1
     if name in ("ImportError", "ModuleNotFoundError"):
-        return (
-            ("version-conflict", 2)
-            if _OTHER_VERSION.search(text) or "." in text.partition("No module named")[2]
-            else ("import-failed", 2)
-        )
+        if _part_missing(raised):
+            return "part-missing", 2
+        return ("version-conflict", 2) if _OTHER_VERSION.search(text) else ("import-failed", 2)
     if name in ("DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "NCCLError"):
         return "distributed-error", -1
+    reads_settings = {"deepspeed", "accelerate"} & set(libraries) and root == "binascii"
+    if reads_settings or "path to an existing deepspeed config" in text:
+        return "settings-missing", 2
     if name == "MemoryError":
         return "host-memory", 2
     if signatures.COMMUNICATION.search(text) and not own:
@@ -387,7 +412,7 @@ def classify_exception(raised: PrintedException) -> tuple[str, int]:  # noqa: C9
     if "is not set" in text and re.search(r"environment|\b[A-Z]{3,}(?:_[A-Z]+)+\b", text):
         return "environment-variable", 2
     if (
-        root in _DOWNLOADS
+        (root in _DOWNLOADS and name not in ("Error", "UsageError", "ConfigError"))  # the library was used wrongly
         or name in ("HTTPError", "CommError", "HfHubHTTPError")
         or (not own and _DOWNLOADS & set(inner) and _is_os(name))
     ):
@@ -428,6 +453,8 @@ def classify_exception(raised: PrintedException) -> tuple[str, int]:  # noqa: C9
         return "version-conflict", 2
     if not raised.frames:
         return "not-in-traceback", 0
+    if name in _MISSING and any("/datasets/arrow_dataset.py" in frame.path for frame in raised.frames):
+        return "sample-error", 1  # a function that was given to map() reads another column than there is
     if not own and name in ("KeyError", "IndexError") and raised.frames[-1].function in _LOOKING_UP:
         return "missing-key", 1
     if own and _of_a_library(raised):

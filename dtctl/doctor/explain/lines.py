@@ -14,6 +14,8 @@ _DECORATION = re.compile(
 )
 _UNSHOWN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 """Pattern of characters that a terminal interprets instead of showing them, except for tabs."""
+_BAR = re.compile(r"^.*\[\d[\d:]*(?:<[\d:?]+)?, +[^\[\]]*(?:/s|s/\w+)[^\[\]]*\](?=\S)")
+"""Pattern of a progress bar without a line end, after which a process has printed something else in the same line."""
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
 _ISO = r"\[?(?P<iso>\d{4}[-/]\d\d[-/]\d\d[T_ ]" + _CLOCK + r")(?:Z|[+-]\d\d:?\d\d)?\]?[ |:-]*"
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -129,10 +131,13 @@ def parse_log_line(raw: str, *, file: str, number: int, rank: int | None, node: 
         node: node of the file; None if the file has several nodes.
     """
     text = render_terminal_line(raw)
+    if "/s" in text or "s/" in text:
+        text = _BAR.sub("", text)
     time: float | None = None
     local: str | None = None
     pid: str | None = None
     by_logger = False
+    is_label = False
     while text:
         for pattern in _PREFIXES.get(text[0], ()):
             found = pattern.match(text)
@@ -143,8 +148,8 @@ def parse_log_line(raw: str, *, file: str, number: int, rank: int | None, node: 
         groups = found.groupdict()
         label = groups.get("label")
         said = groups.get("rank") or (None if by_logger else label)
-        if said is not None and rank is None:
-            rank = int(said)
+        if said is not None and (rank is None or (is_label and groups.get("rank"))):  # srun's label may be a node
+            rank, is_label = int(said), not groups.get("rank")
         local = local or groups.get("local")
         node = node or (None if by_logger and label is not None else groups.get("node"))
         pid = pid or groups.get("pid")

@@ -28,7 +28,15 @@ STICKY = frozenset(["device-assert", "illegal-access", "launch-failure"])
 BY_A_SHELL = frozenset(["command-missing", "conda-missing"])
 """Faults after which a shell script continues."""
 _WANTS_THE_ENVIRONMENT = frozenset(
-    ["missing-module", "import-failed", "missing-library", "undefined-symbol", "version-conflict", *BY_A_SHELL]
+    [
+        "missing-module",
+        "part-missing",
+        "import-failed",
+        "missing-library",
+        "undefined-symbol",
+        "version-conflict",
+        *BY_A_SHELL,
+    ]
 )
 """Faults that may result from a missing command which should have prepared the job's environment."""
 SCRIPT_GOES_ON = 20
@@ -57,6 +65,7 @@ _WARNING = re.compile(
     r": [WI] (?:tensorflow|external|xla)/|[Ee]rror caught was|\boptional\b|(?<!NCCL )\bWARN(?:ING)?\b|"
     r"\b(?:INFO|DEBUG)\b|\[W\d{3,4} |\[W |^W\d{4} |\w+Warning\b|\b[Ww]arnings?:|\b[Rr]etry|"
     r"\bfall(?:ing|s)? ?back\b|\bignor(?:ed|ing)\b|\bskipp(?:ed|ing)\b|"
+    r"\b(?:going|switching|reverting|defaulting) to \S+ instead\b|"
     r"\baccepting this\b|\bharmless\b|\bcan be ignored\b|\bnot (?:fatal|an error)\b"
 )
 """Pattern of a line that is not a failure, such as a warning."""
@@ -276,8 +285,8 @@ class _LogScanner:
             end = launchers.parse_reported_exit(line, table) if raised.short == "CalledProcessError" else None
             return [hit] if end is None else [hit, _of_exit(end, line)]
         text = line.text
-        if "resource_tracker" in text:  # Python's cleanup after a process that has ended
-            return []
+        if "resource_tracker" in text or text.startswith("ras/"):
+            return []  # Python's cleanup after a process that has ended; NCCL's service for queries, which no job needs
         end = launchers.parse_reported_exit(line, table)
         if end is not None:
             return [_of_exit(end, line)]

@@ -113,7 +113,7 @@ def refine_diagnosis(
     if found.id in _WAITING:
         found = _add_last_activity(found, group)
     found = apply_combination_rules(found, candidate, all_)
-    if found.confidence == "low":
+    if found.confidence == "low" and candidate.signature.role in ("effect", "symptom"):
         found = _without_a_word(found, all_)
     return found, None if found.confidence == before else found.confidence
 
@@ -202,7 +202,7 @@ def _without_a_word(found: Diagnosis, all_: LogFindings) -> Diagnosis:
     """Blame the few ranks without an error, if the logs of all ranks are available."""
     complained = {rank for hit in all_.hits for rank in (hit.rank, *hit.ranks) if rank is not None}
     silent = sorted(all_.ranks - complained)
-    complete = not all_.world or len(all_.ranks) >= all_.world
+    complete = len(all_.ranks) >= (all_.world or max(all_.ranks, default=0) + 1)
     if len(complained) < 2 or not silent or not complete or len(silent) > len(all_.ranks) / 2:
         return found
     return replace(

@@ -445,6 +445,9 @@ def _at_the_end(frames: list[TracebackFrame]) -> bool:
     """Return whether the exception occurred in a destructor or at exit, where Python ignores it."""
     if not frames:
         return False
-    return frames[0].function in _AT_THE_END or any(
-        frame.function in ("__del__", "_shutdown_workers") for frame in frames
+    is_thread_of_closed_queue = frames[0].function == "_bootstrap_inner" and frames[-1].function == "_check_closed"
+    return (
+        is_thread_of_closed_queue
+        or frames[0].function in _AT_THE_END
+        or any(frame.function in ("__del__", "_shutdown_workers") for frame in frames)
     )

@@ -27,7 +27,7 @@ SAME = (
     {"missing-file", "compile-cache", "no-data"},
     {"watchdog-timeout", "rank-behind", "rank-silent", "collective-mismatch", "collective-unfinished"},
     {"no-interface", "nccl-address", "nccl-version-mismatch"},
-    {"missing-module", "version-conflict", "removed-api", "import-failed", "undefined-symbol"},
+    {"missing-module", "version-conflict", "removed-api", "import-failed", "undefined-symbol", "part-missing"},
     {"bad-arguments", "local-rank-argument"},
     {"mpi-daemon-lost", "command-missing"},
     {"no-nccl", "driver-too-old"},

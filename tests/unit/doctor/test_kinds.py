@@ -112,6 +112,15 @@ BENIGN = (
     "Training finished.\nException in thread NetStatThr:\nTraceback (most recent call last):\n"
     '  File "/opt/venv/lib/python3.10/site-packages/wandb/sdk/wandb_run.py", line 268, in check_network_status\n'
     "    self._loop_check_status(\nBrokenPipeError: [Errno 32] Broken pipe",
+    "slurmstepd: error: couldn't chdir to `/workspace': No such file or directory: going to /tmp instead",
+    "[rank0]:[2025-07-31 14:52:40] n1:257:261 [0] ras/client_support.cc:160 NCCL WARN Call to bind failed: Address "
+    "already in use",
+    "Exception in thread Thread-1:\nTraceback (most recent call last):\n"
+    '  File "/usr/lib/python3.10/threading.py", line 1016, in _bootstrap_inner\n    self.run()\n'
+    '  File "/opt/venv/lib/python3.10/site-packages/tensorboardX/event_file_writer.py", line 202, in run\n'
+    "    data = self._queue.get(True, queue_wait_duration)\n"
+    '  File "/usr/lib/python3.10/multiprocessing/connection.py", line 136, in _check_closed\n'
+    '    raise OSError("handle is closed")\nOSError: handle is closed',
     "2023-01-01 10:00:00.000000: W tensorflow/x/dso_loader.cc:64] Could not load dynamic library 'libnvinfer.so.7'; "
     "dlerror: libnvinfer.so.7: cannot open shared object file: No such file or directory",
     "A matching Triton is not available, some optimizations will not be enabled.\n"
