@@ -21,7 +21,7 @@ class BestScores:
         """
         self._config, self._keep = config, keep
         self._sign = 1.0 if config.mode == "min" else -1.0
-        self._seen: list[tuple[float, int]] = []  # a low value is good; the best comes first, of equal ones the earlier
+        self._seen: list[tuple[float, int]] = []  # the lowest first; among equal values the earliest
 
     @property
     def step(self) -> int | None:

@@ -186,7 +186,7 @@ def _wait_for_server(address: str) -> None:
     import time
 
     deadline = time.monotonic() + READY_LIMIT_S
-    # Starts short: a packet that is sent before the cable is up is lost, and TCP repeats it only after 1 s.
+    # The first wait is short: a packet that is sent before the cable is up is lost, and TCP repeats it only after 1 s.
     patience_s = 0.02
     while True:
         try:

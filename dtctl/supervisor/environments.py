@@ -272,7 +272,7 @@ class _EnvironmentBuild:
         of_uv = next(filter(None, brought), "")
         self.uv = os.path.join(of_uv, "uv") if of_uv else find_node_uv()
         if not self.uv:
-            raise RequestFailed("no-uv", "there is no uv, and none was brought")
+            raise RequestFailed("no-uv", "there is no uv on the node, and none was sent")
 
     def run(self) -> None:
         """Make the environment.

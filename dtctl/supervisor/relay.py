@@ -530,7 +530,7 @@ def _receive_block(sock: ProvenSocket, size: int) -> memoryview | None:
         if head != WAITING:
             break
         if time.monotonic() > deadline:
-            raise OSError(f"no block came for {STALL_S:g} s")
+            raise OSError(f"no block arrived for {STALL_S:g} s")
     if LENGTH.unpack(head)[0] != size:
         return None
     data = receive_exactly(sock, size, deadline)

@@ -574,7 +574,7 @@ def _with_included(path: Path, where: str) -> Iterator[Path]:
                 f"{each} cannot be read: {exc.strerror}", where=where, hint="correct `job.environment`"
             ) from exc
         except UnicodeDecodeError as exc:
-            raise PlanError(f"{each} is no text in UTF-8", where=where) from exc
+            raise PlanError(f"{each} is not text in UTF-8", where=where) from exc
         conda.refuse_conda_file(each, text, where)
         todo += [each.parent / match[1] for line in text.split("\n") if (match := _INCLUDED.match(line.strip()))]
 

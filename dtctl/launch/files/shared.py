@@ -514,7 +514,7 @@ class CopyRounds:
     def _pass_on(
         self, link: NodeLink, source: _SharedFolderNode, digests: list[bytes], sizes: Mapping[bytes, int]
     ) -> None:
-        """Send a node blocks through this machine."""
+        """Send blocks that another node has to a node, through this machine."""
         link.send(PushSource())
         deflate, pace = zlib.compressobj(0), relay.RateLimiter(self._share)
         for payload in source.send_blocks(digests, sizes):

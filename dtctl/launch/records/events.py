@@ -280,7 +280,7 @@ class HangDetected(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimitReached(Event):
-    """Passing of `job.time_s`, after which the run is stopped."""
+    """End of `job.time_s`: the run is stopped."""
 
     event = "time-is-up"
 

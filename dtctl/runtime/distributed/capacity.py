@@ -29,7 +29,7 @@ def compute_node_memory_bytes(root: Path = Path("/")) -> int:
             text = path.read_text(encoding="ascii").strip()
         except OSError:
             continue
-        if text.isdecimal():  # otherwise it is `max`
+        if text.isdecimal():  # a group without a limit has the text `max`
             limits.append(int(text))
     return min(limits)
 
