@@ -5,7 +5,6 @@ Times are seconds since the run began, by the control machine's clock.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -14,7 +13,6 @@ from dtctl.launch.records.events import (
     AttemptRestarting,
     AttemptStarting,
     Event,
-    FirstFailure,
     HangDetected,
     LauncherPaused,
     LauncherReattached,
@@ -29,6 +27,7 @@ from dtctl.launch.records.events import (
     TimeLimitReached,
     WorkerExited,
     WorkersReplaced,
+    describe_worker_end,
 )  # fmt: skip
 from dtctl.printable import format_count
 
@@ -191,13 +190,3 @@ def _describe_replacement_mark(event: WorkersReplaced | NodeReplaced | NodeDropp
             f"is left out, {format_count(event.nodes, 'node continues', 'nodes continue')}: {event.reason}",
         )
     return "restart", event.event_text
-
-
-def describe_worker_end(failure: WorkerExited | FirstFailure) -> str:
-    """`was ended by signal 9 (SIGKILL)`, `ended with exit code 1`, `was lost`."""
-    if isinstance(failure, WorkerExited) and failure.killed:
-        return "was killed by dtctl: it did not end within the grace period"
-    if failure.signal:
-        name = next((f" ({number.name})" for number in signal.Signals if number == failure.signal), "")
-        return f"was ended by signal {failure.signal}{name}"
-    return "was lost" if failure.exit_code is None else f"ended with exit code {failure.exit_code}"

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import dtctl
-from dtctl.launch.records.events import describe_failure_subject
+from dtctl.launch.records.events import describe_failure_subject, describe_worker_end
 from dtctl.launch.records.ledger import PHASES, LedgerFacts
 from dtctl.launch.records.state import LEFT
 from dtctl.printable import format_count
 from dtctl.render import find_builtin_templates
 from dtctl.report.charts import build_charts
-from dtctl.report.history import TOLD, TimelineMark, describe_worker_end
+from dtctl.report.history import TOLD, TimelineMark
 from dtctl.report.metrics import MetricsTable, compute_percentile
 from dtctl.report.run import RunFacts
 

@@ -90,3 +90,35 @@ def test_a_failed_launch_tells_the_cause_by_itself(tmp_path: Path) -> None:
     assert done.returncode == 8, done.stderr
     assert "cause: the disk of this node" in done.stderr
     assert "fix: df -h" in done.stderr
+
+
+KILLED = """\
+import os, pathlib, signal, sys, time
+print("begins", flush=True)
+if os.environ["RANK"] == "1" and os.environ["DTCTL_ATTEMPT"] in sys.argv[1:]:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fails_in", "restarts", "found"),
+    [([0], 0, True), ([0], 1, False), ([0, 1], 1, True), ([], 0, False)],
+    ids=["killed", "killed, then well", "killed twice", "well"],
+)
+def test_the_record_of_a_run_tells_what_its_logs_do_not(
+    tmp_path: Path, fails_in: list[int], restarts: int, found: bool
+) -> None:
+    """A worker that gets SIGKILL prints nothing about it."""
+    (tmp_path / "train.py").write_text(KILLED)
+    (tmp_path / "dtctl.yaml").write_text(
+        f"cluster: {{transport: local, slots: 2}}\n"
+        f"job: {{script: train.py, kind: direct, args: {fails_in}, max_restarts: {restarts}, grace_s: 0}}\n"
+    )
+    dtctl("launch", cwd=tmp_path)
+    (run,) = (tmp_path / ".dtctl" / "runs").iterdir()
+    for path in (str(run), str(run / "logs")):
+        done = dtctl("doctor", "--log", path, "--json", cwd=tmp_path)
+        assert done.returncode == (9 if found else 0), done.stdout
+        primary = [each for each in json.loads(done.stdout)["diagnoses"] if each["primary"]]
+        assert [(each["id"], each["ranks"]) for each in primary] == [("killed", [1])] * found

@@ -87,13 +87,9 @@ def _format_event_line(event: Event) -> tuple[str, str]:
         case JobSubmitted() | JobQueued() | NodesAllocated():
             return _job_line(event)
         case WorkerExited() if event.exit_code:
-            process = f"rank {event.rank}" if event.rank is not None and event.rank >= 0 else "agent"
-            cause = f"signal {event.signal}" if event.signal else f"exit code {event.exit_code}"
-            if event.killed:
-                return "dim", f"{event.node}: {process} was killed by dtctl: it did not end within the grace period"
-            return "yellow", f"{event.node}: {process} ended with {cause}"
+            return "dim" if event.killed else "yellow", event.event_text
         case RunStopping():
-            return "yellow", f"stopping all nodes: {event.reason}"
+            return "yellow", event.event_text
         case Note():
             return "yellow" if event.warning else "dim", f"{event.node}: {event.text}" if event.node else event.text
         case AlertChanged():

@@ -8,6 +8,7 @@ candidates, a launcher's own "first observed failure" comes first, then the earl
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 from collections.abc import Iterable, Sequence
@@ -22,7 +23,15 @@ from dtctl.doctor.explain.dumps import FlightRecorderDump, judge_dumps, read_dum
 from dtctl.doctor.explain.lines import LogLine, render_terminal_line
 from dtctl.doctor.explain.log_findings import LogFindings, LogSource, SignatureMatch
 from dtctl.doctor.explain.log_scan import collect_log_hits
-from dtctl.doctor.explain.read import JobNodeMap, UnreadFile, dump_files, log_files, read_job_node_map, read_log_sources
+from dtctl.doctor.explain.read import (
+    JobNodeMap,
+    UnreadFile,
+    dump_files,
+    log_files,
+    read_job_node_map,
+    read_log_sources,
+    read_run_records,
+)
 from dtctl.doctor.explain.refine import apply_collective_verdict, refine_diagnosis
 from dtctl.doctor.explain.timeline import (
     AFTERWARDS,
@@ -87,7 +96,8 @@ def explain_all(paths: Sequence[Path]) -> Explanation:
     unread: list[UnreadFile] = []
     layout = read_job_node_map(paths)
     dumps = [dump for file in dump_files(paths) if (dump := read_dump(file)) is not None]
-    verdict, found = _with_dumps(*diagnose(read_log_sources(log_files(paths, unread), unread), layout), dumps, layout)
+    sources = itertools.chain(read_log_sources(log_files(paths, unread), unread), read_run_records(paths))
+    verdict, found = _with_dumps(*diagnose(sources, layout), dumps, layout)
     return Explanation(verdict=verdict, diagnoses=found, unread=unread)
 
 

@@ -16,6 +16,7 @@ from dtctl.doctor.explain.lines import parse_log_owner
 from dtctl.doctor.explain.log_findings import LogSource
 from dtctl.errors import UsageError
 from dtctl.launch.records import validate_records
+from dtctl.launch.records.events import AttemptStarting, RunEnded, RunStopping, WorkerExited, parse_event
 from dtctl.launch.records.record import PLAN_BYTES
 
 _Key = TypeVar("_Key", int, str)
@@ -98,6 +99,35 @@ def read_job_node_map(paths: Iterable[Path]) -> JobNodeMap:
         address_of=_merge_agreed_entries([layout.address_of for layout in layouts]),
         hosts=_merge_agreed_entries([layout.hosts for layout in layouts]),
     )
+
+
+def read_run_records(paths: Iterable[Path]) -> Iterator[LogSource]:
+    """Yield, for each folder of a dtctl run among the paths, the launcher's lines about the newest attempt.
+
+    A worker that was killed has printed nothing about it: its exit code is in the run's record alone.
+    """
+    plans = dict.fromkeys(plan for path in paths if path.is_dir() and (plan := _plan_of(path)) is not None)
+    for plan in plans:
+        record = plan.parent / names.EVENTS_FILE
+        if record.is_file():
+            lines = _describe_newest_attempt(read_log_content(record).text.split("\n"))
+            yield LogSource(file=str(record), rank=None, node=None, lines=lines)
+
+
+def _describe_newest_attempt(record: Sequence[str]) -> list[str]:
+    """Return the failures of the newest attempt in words, each at the line of its event; other lines are empty."""
+    lines = [""] * len(record)
+    for number, event in enumerate(map(parse_event, record)):
+        match event:
+            case AttemptStarting():
+                lines[:number] = [""] * number
+            case WorkerExited() if event.exit_code:
+                lines[number] = event.event_text
+            case RunStopping():
+                lines[number] = event.event_text
+            case RunEnded() if event.status == "failed" and event.first_failure is not None:
+                lines[number] = event.first_failure.event_text
+    return lines
 
 
 def _plan_of(path: Path) -> Path | None:

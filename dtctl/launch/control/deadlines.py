@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from dtctl.launch.control.attempt_nodes import STOP_MARGIN_S, AttemptNodes
 from dtctl.launch.control.failure import Failure
@@ -17,6 +17,9 @@ from dtctl.launch.control.session import NodeSession
 from dtctl.launch.records.events import HangDetected
 from dtctl.supervisor.frames import AGENT
 from dtctl.supervisor.messages.attempt import RequestStacks
+
+if TYPE_CHECKING:
+    from dtctl.launch.control.worker_replacement import AwaitedWorker
 
 START_LIMIT_S: Final = 30.0
 """Seconds that a node may take from the start message to its answer."""
@@ -170,24 +173,25 @@ class AttemptDeadlines:
         healing = self.losses.healing
         assert healing is not None  # noqa: S101  # for the type checker
         self.losses.run_replacement_step(lambda healing: healing.check(self.nodes.link_timeout_s + 2 * PING_S))
-        for rank, asked_s in healing.list_late_survivors().items():
-            self._replace_if_stuck(rank, asked_s)
-        # Workers that join wait for each other, so the silence of one does not show which of them is at fault.
-        for rank, called_s in healing.list_unjoined().items():
-            if self.nodes.hang_monitor.is_stopped(rank):
-                self._replace_if_stuck(rank, called_s)
+        for awaited in healing.list_awaited_workers():
+            worker = self.nodes.hang_monitor.workers.get(awaited.rank)
+            # Workers that join wait for each other, so the silence of one does not show which of them is at fault.
+            if not awaited.is_joining or (worker is not None and worker.state == "T"):
+                self._replace_if_stuck(awaited)
 
-    def _replace_if_stuck(self, rank: int, asked_s: float) -> None:
+    def _replace_if_stuck(self, awaited: AwaitedWorker) -> None:
         healing, monitor = self.losses.healing, self.nodes.hang_monitor
-        if healing is None or not monitor.is_stuck(rank, asked_s=asked_s, again=healing.newest_step >= 0):
+        if healing is None or not monitor.is_stuck(
+            awaited.rank, asked_s=awaited.asked_s, again=healing.newest_step >= 0
+        ):
             return
         stuck = Failure(
-            node=monitor.node_of_rank[rank],
-            rank=rank,
+            node=monitor.node_of_rank[awaited.rank],
+            rank=awaited.rank,
             exit_code=None,
             signal=None,
             time=time.time(),
-            summary=f"it has not reacted for {asked_s:.0f} s to the loss of another worker",
+            summary=f"it has not reacted for {awaited.asked_s:.0f} s to the loss of another worker",
             hang=True,
         )
         self.losses.replace_hung(stuck, detect_s=0.0)

@@ -363,11 +363,6 @@ class HangMonitor:
         asked = replace(worker, stale_s=min(worker.stale_s, asked_s), first=first)
         return compute_hang_duration([asked], world_size=1, limit=self.limit, start_limit=self.start_limit) is not None
 
-    def is_stopped(self, rank: int) -> bool:
-        """Return whether a worker's process is stopped (SIGSTOP), by the last report of its node."""
-        worker = self.workers.get(rank)
-        return worker is not None and worker.state == "T"
-
     def reset_worker_progress(self) -> None:
         """Discard all reports, because workers were replaced or their wait was interrupted."""
         self.workers.clear()

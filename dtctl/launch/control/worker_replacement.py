@@ -43,6 +43,17 @@ class _OngoingReplacement:
     """Time when the workers got the request to join, on the monotonic clock; None: they did not."""
 
 
+@dataclass(frozen=True, slots=True)
+class AwaitedWorker:
+    """Worker that holds up the replacement of another one."""
+
+    rank: int
+    asked_s: float
+    """Seconds since the request."""
+    is_joining: bool
+    """True if it was requested to join the new group, in which workers wait for each other; else to leave its step."""
+
+
 class WorkerReplacement:
     """The healings of one attempt."""
 
@@ -168,21 +179,19 @@ class WorkerReplacement:
         for name in dict.fromkeys(self._nodes.values()):
             self._gang.sessions[name].send(message)  # The link's reader reports a lost link.
 
-    def list_late_survivors(self) -> dict[int, float]:
-        """Return the survivors that have not reported yet that they are ready: rank -> seconds since the request."""
+    def list_awaited_workers(self) -> list[AwaitedWorker]:
+        """Return the workers that have not reacted yet to the newest request, by rank."""
         current = self._current
         if current is None:
-            return {}
-        asked_s = time.monotonic() - current.asked_s
-        return dict.fromkeys(sorted(self._nodes.keys() - current.lost.keys() - current.ready), asked_s)
-
-    def list_unjoined(self) -> dict[int, float]:
-        """Return the workers that have not joined the new group: rank -> seconds since the request to join."""
-        current = self._current
-        if current is None or current.called_s is None:
-            return {}
-        called_s = time.monotonic() - current.called_s
-        return dict.fromkeys(sorted(self._nodes.keys() - current.joined.keys()), called_s)
+            return []
+        if current.called_s is None:
+            ranks = self._nodes.keys() - current.lost.keys() - current.ready
+            since_s = current.asked_s
+        else:
+            ranks = self._nodes.keys() - current.joined.keys()
+            since_s = current.called_s
+        asked_s, is_joining = time.monotonic() - since_s, current.called_s is not None
+        return [AwaitedWorker(rank, asked_s, is_joining=is_joining) for rank in sorted(ranks)]
 
     def assign_substitute(self, substitute: ReplacementNode) -> None:
         """Replace a lost node by another one.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -175,6 +176,15 @@ class WorkerExited(Event):
     killed: bool | None = field(default=None, metadata=_OPTIONAL)
     """True if dtctl has killed the worker, since it did not end within the grace period."""
 
+    @property
+    def event_text(self) -> str:
+        """Return the event in words: `node2: rank 1 ended with signal 9`."""
+        process = f"rank {self.rank}" if self.rank is not None and self.rank >= 0 else "agent"
+        if self.killed:
+            return f"{self.node}: {process} was killed by dtctl: it did not end within the grace period"
+        cause = f"signal {self.signal}" if self.signal else f"exit code {self.exit_code}"
+        return f"{self.node}: {process} ended with {cause}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note(Event):
@@ -215,6 +225,11 @@ class RunStopping(Event):
 
     event = "stopping"
     reason: str = ""
+
+    @property
+    def event_text(self) -> str:
+        """Return the event in words: `stopping all nodes: rank 1 on node2 ended with exit code 1`."""
+        return f"stopping all nodes: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,6 +483,22 @@ class FirstFailure:
     summary: str | None = None
     hang: bool | None = field(default=None, metadata=_OPTIONAL)
     """True if the worker was ended because it made no progress."""
+
+    @property
+    def event_text(self) -> str:
+        """Return the failure in words: `first failure: rank 1 on node2 was ended by signal 9 (SIGKILL)`."""
+        subject = describe_failure_subject(self.node, self.rank, self.exit_code, hang=self.hang)
+        return f"first failure: {subject} {'made no progress' if self.hang else describe_worker_end(self)}"
+
+
+def describe_worker_end(failure: WorkerExited | FirstFailure) -> str:
+    """Describe an end in words: `was ended by signal 9 (SIGKILL)`, `ended with exit code 1`, `was lost`."""
+    if isinstance(failure, WorkerExited) and failure.killed:
+        return "was killed by dtctl: it did not end within the grace period"
+    if failure.signal:
+        name = next((f" ({number.name})" for number in signal.Signals if number == failure.signal), "")
+        return f"was ended by signal {failure.signal}{name}"
+    return "was lost" if failure.exit_code is None else f"ended with exit code {failure.exit_code}"
 
 
 def describe_failure_subject(
