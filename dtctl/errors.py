@@ -46,6 +46,11 @@ class DtctlError(Exception):
         self.where = where
         self.hint = hint
 
+    def extend_message(self, text: str) -> None:
+        """Add more of the fact to the message."""
+        self.message += text
+        self.args = (self.message,)
+
 
 class UsageError(DtctlError):
     """The command line does not make sense."""

@@ -40,7 +40,7 @@ def logs(
         str | None, typer.Option(metavar="AGE", help="Only workers that printed within this time: 90s, 10m, 2h.")
     ] = None,
 ) -> int:
-    """Print the output of the workers, each line with its node and rank."""
+    """Print the output of the workers, one worker after the other, each line with its node and rank."""
     from dtctl.cli.common.log_reader import LogFilter, LogReader
     from dtctl.cli.common.remote_runs_view import find_elsewhere, show_logs
     from dtctl.launch.records.record import find_run

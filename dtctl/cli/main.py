@@ -91,7 +91,7 @@ def run(arguments: list[str]) -> int:
 def _report_other_error(exc: Exception, before: list[str], *, has_rest: bool) -> int:
     """Print an error that dtctl has not raised itself; return the exit code."""
     from dtctl.cli import output
-    from dtctl.errors import DtctlError, UsageError
+    from dtctl.errors import DtctlError, LaunchError, UsageError
 
     # A usage error of the command line library, independent of the version that typer depends on.
     show, code = getattr(exc, "show", None), getattr(exc, "exit_code", None)
@@ -100,6 +100,10 @@ def _report_other_error(exc: Exception, before: list[str], *, has_rest: bool) ->
         if hint := _suggest_usage(exc, before, has_rest=has_rest):
             output.print_hint(hint)
         return code
+    if isinstance(exc, OSError) and exc.errno == errno.ENOSPC and exc.filename is None:
+        # The command line library prints help texts itself; files are written elsewhere, with errors that name them.
+        output.warn_of_lost_output(exc)
+        return LaunchError.exit_code
     # The path is an argument of the command line; paths of the spec are checked elsewhere.
     if isinstance(exc, OSError) and exc.errno == errno.ENAMETOOLONG:
         name = os.fsdecode(exc.filename or "")

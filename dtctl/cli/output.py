@@ -177,10 +177,16 @@ def _write_stream_text(stream: IO[str], text: str) -> None:
         # The disk behind `> train.log` may be full. Lost output must not end the run, whose folder has it, too.
         _discard_stream(stream)
         if stream is not sys.stderr:
-            _refused.append(exc.strerror or "")
-            print_stderr(f"warning: standard output cannot be written any more: {exc.strerror}", "yellow")
+            warn_of_lost_output(exc)
     except UnicodeEncodeError:
         stream.write(text.encode("ascii", "replace").decode("ascii"))
+
+
+def warn_of_lost_output(error: OSError) -> None:
+    """Discard all later standard output, and warn that it cannot be written."""
+    _discard_stream(sys.stdout)
+    _refused.append(error.strerror or "")
+    print_stderr(f"warning: standard output cannot be written any more: {error.strerror}", "yellow")
 
 
 def is_cut() -> bool:

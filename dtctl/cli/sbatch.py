@@ -13,7 +13,7 @@ from dtctl import names
 from dtctl.cli import output
 from dtctl.cli.common.agreement import Settings, Yes, require_spec_agreement
 from dtctl.cli.common.batch_job_view import tell_unmeasured
-from dtctl.errors import PlanError
+from dtctl.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
     from dtctl.spec.model import Spec
@@ -67,9 +67,15 @@ def sbatch(
         return
     from dtctl.slurm.submit import write_batch_file
 
-    if launcher:
-        write_batch_file(beside, launcher)
+    is_new = not out.exists()
     write_batch_file(out, text.encode())
+    if launcher:
+        try:
+            write_batch_file(beside, launcher)
+        except UsageError:
+            if is_new:  # a batch file without its launcher cannot run
+                out.unlink(missing_ok=True)
+            raise
     _keep_spec(checked, run)
     output.print_stderr(
         f"wrote {out}{f' and {beside.name}' if launcher else ''}; submit it with: sbatch --parsable {out}"

@@ -172,12 +172,14 @@ def _describe_run_end(run: RunFacts) -> str:
         first = f"{state.status.capitalize()} after {took}."
     else:
         first = f"{state.status.capitalize()} for {took} so far."
-    restarts = run.history.list_marks_of("restart")
-    if not restarts:
-        return first
-    text = restarts[-1].text.partition(": ")[2]
-    times = "once" if len(restarts) == 1 else f"{len(restarts)} times"
-    return f"{first} Started again {times}{', the last time' if len(restarts) > 1 else ''} because {text}."
+    asked = [mark.text.partition(": ")[2] for mark in run.history.list_marks_of("restart")]
+    begun, never = asked[: state.attempt], asked[state.attempt :]
+    if begun:
+        times = "once" if len(begun) == 1 else f"{len(begun)} times"
+        first += f" Started again {times}{', the last time' if len(begun) > 1 else ''} because {begun[-1]}."
+    if never:
+        first += f" It was to start once more because {never[-1]}, and did not."
+    return first
 
 
 def build_figure_tiles(run: RunFacts) -> list[tuple[str, str, str]]:

@@ -44,7 +44,9 @@ def send_login_request(site: CommandHost, python: str, kind: type[A], **request:
     except SlurmRequestRefused as exc:
         if str(exc).startswith(("sbatch:", "scontrol:")):
             raise build_no_slurm_error(site) from None
-        raise LaunchError(str(exc), where=site.name) from None
+        hint = "`sinfo` must work there: check SLURM_CONF, or set `cluster.login` to a login node of the cluster"
+        is_silent = str(exc).startswith("Slurm does not answer")
+        raise LaunchError(str(exc), where=site.name, hint=hint if is_silent else None) from None
     except InvalidMessage:
         errors = done.err.strip().splitlines()
         if any("sbatch" in line or "scontrol" in line for line in errors[-1:]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -329,7 +330,8 @@ def write_batch_file(path: Path, content: bytes) -> None:
             file.write(content)
     except OSError as exc:
         if is_new:  # on a full disk an empty file would stay
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # on a disk that is read-only there is none
+                path.unlink(missing_ok=True)
         raise UsageError(f"the file cannot be written: {exc.strerror}", where=str(path)) from exc
 
 

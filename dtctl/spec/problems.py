@@ -102,7 +102,10 @@ def describe_unknown_key(path: Path) -> str:
             for model in _models_at((section,))
             if path[-1] in model.list_keys()
         ]
-    return f"unknown key; did you mean `{matches[0]}`?" if matches else f"unknown key; allowed here: {', '.join(legal)}"
+    if matches:
+        return f"unknown key; did you mean `{matches[0]}`?"
+    others = "; `extra` takes other options of sbatch" if path[:-1] == ("slurm",) else ""
+    return f"unknown key; allowed here: {', '.join(legal)}{others}"
 
 
 def _by_path(problems: Sequence[ErrorDetails], data: Any) -> dict[Path, list[ErrorDetails]]:

@@ -262,8 +262,8 @@ def format_outputs_line(
     if is_local:
         return f"outputs: {amount} in {next(iter(there.values())).folder}"
     if fetched is not None and all((fetched / node).is_dir() for node in there):
-        return f"outputs: {amount} on {', '.join(there)}; fetched into {fetched}"
-    return f"outputs: {amount} on {', '.join(there)}; `dtctl fetch {run}` brings them here"
+        return f"outputs: {amount} on {', '.join(sorted(there))}; fetched into {fetched}"
+    return f"outputs: {amount} on {', '.join(sorted(there))}; `dtctl fetch {run}` brings them here"
 
 
 def format_failure_lines(end: RunEnded) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -159,6 +159,8 @@ def show_dry_launch(options: LaunchOptions, folder: Path | None) -> int:
     for text in (*trust.list_required_agreements(spec), *trust.list_sent_items(spec)):
         output.print_stderr(text, "yellow")
     run = check_run_name(options.name) if options.name is not None else make_run_id(spec.job.name, now=time.time())
+    if (spec.base_dir / names.STATE_DIR / names.RUNS_DIR / run).exists():
+        output.print_stderr(f"a run named {run} already exists: the launch will refuse this name", "yellow")
     cluster = resolve_cluster(spec, start=False)
     plan = build_first_plan(spec, cluster, run=run)  # refuses a spec for which no environment would be made
     if spec.job.environment is not None:
@@ -383,8 +385,17 @@ def _data_push(spec: Spec) -> DataPush | None:
     return DataPush(spec)
 
 
-def _name_way_without(error: DtctlError, options: LaunchOptions, nodes: Sequence[str]) -> None:
-    """Add the command that omits the nodes which do not answer to the hint of the error about them."""
+def _name_way_without(error: DtctlError, options: LaunchOptions, nodes: Sequence[str], *, run: str | None) -> None:
+    """Add the command that omits the nodes which do not answer to the hint of the error about them.
+
+    Args:
+        error: error about the nodes.
+        options: options of the launch.
+        nodes: nodes of the run.
+        run: run that the command continues; None: the job was not started.
+    """
+    if run is not None:
+        options = replace(options, resume=run, name=None)
     failures = error.failures if isinstance(error, NodeFailures) else {getattr(error, "node", ""): error}
     others = [name for name in nodes if name not in failures]
     if not others or not all(isinstance(failure, ConnectError) for failure in failures.values()):
@@ -408,8 +419,13 @@ def _run_job_to_end(
             result = run_launch_job(job, record, emit=emit, signals=signals, ledger=ledger)
         except DtctlError as exc:
             view.close()
-            if progress.attempt < 0:
-                _name_way_without(exc, options, [node.name for node in job.first_plan.nodes])
+            has_run = progress.attempt >= 0
+            _name_way_without(
+                exc, options, [node.name for node in job.first_plan.nodes], run=job.run if has_run else None
+            )
+            if has_run:
+                output.print_stderr(f"`dtctl launch --resume {job.run}` continues it once all nodes are back")
+                output.print_stderr(f"`dtctl stop {job.run}` ends and counts what is left on them")
             number = signals[-1] if signals else None
             code_of_end = 128 + number if number else exc.exit_code
             error = exc.summary if isinstance(exc, NodeFailures) else str(exc)
@@ -419,7 +435,7 @@ def _run_job_to_end(
                     exit_code=code_of_end, attempts=progress.attempt + 1, left_behind=progress.left_behind, error=error,
                 )
             )  # fmt: skip
-            when = "before the job was started" if progress.attempt < 0 else "while it was being restarted"
+            when = "while it was being restarted" if has_run else "before the job was started"
             raise Interrupted(f"stopped {when}", signal=number) if number else exc from None
         finally:
             view.close()

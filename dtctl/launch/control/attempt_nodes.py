@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
@@ -127,7 +128,7 @@ class AttemptNodes:
         """Stop all nodes because of a signal; with `hard` (a second signal), do not wait for the workers."""
         if self.outcome.stopped_by is None:
             self.outcome.stopped_by = number
-            self.stop_others(f"signal {number}")
+            self.stop_others(signal.Signals(number).name)
         if hard and self.stop_deadline is not None:
             self.stop_deadline = min(self.stop_deadline, time.monotonic() + 3)
             for name in self.open:

@@ -251,6 +251,8 @@ class NodePool:
                     replaced.append(name)
                     gang.emit(NodeDropped(node=name, nodes=len(order), reason=str(error)))
             elif self._searches and len(given_up) == len(self._searches):
+                for error in given_up.values():
+                    error.extend_message(f"; it was called for {return_s:g} s (cluster.return_s)")
                 raise_failures(given_up)
             message = gang.next_message(0.2) if self._searches else None
             found = []

@@ -59,7 +59,7 @@ def check_run_name(name: str) -> str:
         raise UsageError(
             f"{name!r} cannot be the name of a run",
             where="--name",
-            hint="use letters, digits, `.`, `_` and `-`, at most 64, and begin with a letter or a digit",
+            hint="use `a` to `z`, `A` to `Z`, digits, `.`, `_` and `-`, at most 64, and begin with a letter or a digit",
         )
     return name
 

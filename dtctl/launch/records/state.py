@@ -80,9 +80,10 @@ def read_run_progress(record: RunRecord) -> RunProgress:
 
 
 def _last_written(record: RunRecord) -> float:
-    """Return when output last arrived here, since a killed launcher may have had no event for hours."""
+    """Return when the launcher last wrote anything here, since a killed one may have had no event for hours."""
     newest = 0.0
-    for path in (record.folder / names.LOGS_DIR).glob("*/*"):
+    written = (record.folder / names.LEDGER_FILE, record.folder / names.METRICS_FILE)
+    for path in (*(record.folder / names.LOGS_DIR).glob("*/*"), *written):
         with contextlib.suppress(OSError):  # The file was removed.
             newest = max(newest, path.lstat().st_mtime)
     return newest

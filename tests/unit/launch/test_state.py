@@ -100,6 +100,10 @@ def test_a_run_that_is_over_has_lasted_until_its_last_event(tmp_path: Path, gone
     log.touch()
     os.utime(log, (ME.started + 500, ME.started + 500))
     assert read_run_state(record).duration_s == 500.0, "it has printed until then"
+    ledger = record.folder / names.LEDGER_FILE
+    ledger.write_text("{}")
+    os.utime(ledger, (ME.started + 600, ME.started + 600))
+    assert read_run_state(record).duration_s == 600.0, "its launcher has counted until then"
     before = read_run_state(record_of(tmp_path / "3", info=replace(ME, started=time.time() + 1e6)))
     assert before.duration_s == 0.0, "a clock that was set back"
 

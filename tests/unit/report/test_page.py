@@ -53,6 +53,14 @@ def test_the_course_of_a_run() -> None:
     assert history.failures == {"b": 1}
 
 
+def test_an_attempt_that_never_began_is_no_start(tmp_path: Path) -> None:
+    told = [event for event in events() if event["event"] != "start" or event["attempt"] == 0]
+    told[-1] |= {"status": "failed", "exit_code": 6}
+    text = text_of(render_report_page([collect_run_facts(make_run(tmp_path, happened=told))], now=BEGAN))
+    assert "Started again" not in text
+    assert "It was to start once more because rank 1 on b was ended by signal 9 (SIGKILL), and did not." in text
+
+
 def test_the_page_says_first_what_became_of_the_run(tmp_path: Path) -> None:
     text = text_of(render_report_page([collect_run_facts(make_run(tmp_path))], now=BEGAN))
     assert "Succeeded after 1:00. Started again once because rank 1 on b was ended by signal 9 (SIGKILL)." in text
