@@ -527,10 +527,10 @@ def test_precisions_of_parts_are_read_whatever_was_set(part: str, value: str) ->
     """torch refuses to read the setting of all once a part has its own."""
     script = (
         "import functools, torch\n"
-        "from dtctl.runtime.exactness.run_conditions import fp32_precision\n"
+        "from dtctl.runtime.exactness.run_conditions import read_fp32_precision\n"
         f"where = functools.reduce(getattr, filter(None, {part!r}.split('.')), torch.backends)\n"
         f"where.fp32_precision = {value!r}\n"
-        "after = fp32_precision()\n"
+        "after = read_fp32_precision()\n"
         f"assert after[{part!r} and {part + '.'!r} + 'fp32_precision' or 'fp32_precision'] == {value!r}, after\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

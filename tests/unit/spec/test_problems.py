@@ -28,7 +28,8 @@ def test_an_unknown_key_names_file_line_and_near_match() -> None:
             "slurm: {xyzzy: 1}",
             "slurm.xyzzy: unknown key; allowed here: "
             "account, array, container, cpus_per_task, exclusive, "
-            "extra, gres, launcher, mem, nodelist, partition, qos, requeue, requeues, srun, time, warn_s",
+            "extra, gres, launcher, mem, nodelist, partition, qos, requeue, requeues, srun, time, warn_s; "
+            "`extra` takes other options of sbatch",
         ),
         ("xyzzy: 1", "xyzzy: unknown key; allowed here: cluster, job, kubernetes, metrics, network, slurm, train"),
         ("nodes: 3", "nodes: unknown key; did you mean `cluster.nodes`?"),
