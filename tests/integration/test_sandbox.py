@@ -158,7 +158,9 @@ def test_a_full_disk(sandbox: Sandbox) -> None:
 
 def test_two_who_want_a_sandbox_at_once_get_the_same_one(sandbox_env: dict[str, str]) -> None:
     name = f"twice-{os.getpid()}"
-    code = "import sys; from dtctl.sandbox import control; print(control.ensure_sandbox_up(sys.argv[1], nodes=2).keeper)"
+    code = (
+        "import sys; from dtctl.sandbox import control; print(control.ensure_sandbox_up(sys.argv[1], nodes=2).keeper)"
+    )
     try:
         started = [
             subprocess.Popen([sys.executable, "-c", code, name], env=sandbox_env, stdout=subprocess.PIPE, text=True)

@@ -65,8 +65,8 @@ class Pipeline(StatelessStrategy):
             degrees: degrees of the mesh.
             mesh: mesh with all axes.
             run: makes a forward pass of the whole model, to measure the cost of each block.
-            seen: calls of `sharded.list_compared_modules`, with which the modules that tp and ep divide are compared. None:
-                no comparison.
+            seen: calls of `sharded.list_compared_modules`, with which the modules that tp and ep divide are compared.
+                None: no comparison.
 
         Raises:
             PlanError: the model cannot be cut in this way.
