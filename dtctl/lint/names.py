@@ -37,6 +37,8 @@ _SAME: Final = {
     "torch.distributed._composable.fully_shard": FULLY_SHARD,
     "torch.utils.data.distributed.DistributedSampler": SAMPLER,
     "torch.utils.data.dataloader.DataLoader": LOADER,
+    "torch.cuda.amp.grad_scaler.GradScaler": "torch.cuda.amp.GradScaler",
+    "torch.cuda.amp.autocast_mode.autocast": "torch.cuda.amp.autocast",
     "torch.nn.utils.clip_grad.clip_grad_norm_": "torch.nn.utils.clip_grad_norm_",
 }
 

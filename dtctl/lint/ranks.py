@@ -227,6 +227,8 @@ def _parse_rank_guard(module: SourceFile, test: ast.AST, frame: CallFrame | None
 def _guard_of_name(
     module: SourceFile, test: ast.Name | ast.Attribute | ast.Call, frame: CallFrame | None, depth: int
 ) -> RankGuard | None:
+    if isinstance(test, ast.Name) and _is_function(module, test):
+        return None  # a function that is not called is true on all ranks
     last = read_last_name(test.func if isinstance(test, ast.Call) else test)
     values = [value for value in find_value_origins(module, test, frame) if value.node is not test] if depth else []
     conditions = [value for value in values if isinstance(value.node, ast.Compare | ast.BoolOp | ast.UnaryOp)]
@@ -245,6 +247,15 @@ def _guard_of_name(
         return RankGuard("local" if "local" in last else "global", at_zero=True, test=test)
     kind = rank_kind(module, test, frame) if "gpu" not in last else None
     return RankGuard(kind, at_zero=False, test=test) if kind else None  # such as `if rank:`, `if dist.get_rank():`
+
+
+def _is_function(module: SourceFile, name: ast.Name) -> bool:
+    """Return whether a name is a function of the project."""
+    if module.lookup(name) or name.id in module.functions:
+        return not module.lookup(name)
+    qualified, files = module.aliases.get(name.id), module.neighbours
+    found = files.definition(module, qualified) if qualified is not None and files is not None else None
+    return found is not None and isinstance(found.node, Function)
 
 
 def _is_fixed_answer(test: ast.expr, constants: list[TracedValue]) -> bool:

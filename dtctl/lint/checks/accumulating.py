@@ -23,6 +23,7 @@ from dtctl.lint.source_file import (
 from dtctl.lint.wraps import find_model_wrap
 
 _ACCUMULATES = re.compile(r"no_sync|requires_gradient_sync|require_backward_grad_sync|\.accumulate\(|is_gradient_accum")
+_WRAPS = (names.DDP, "accelerate.Accelerator", names.FSDP, "deepspeed.initialize")
 _OPTIMIZER = re.compile(r"optim|scaler|opt\b")
 _PURE = (
     ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Name, ast.Attribute, ast.Constant,
@@ -36,11 +37,12 @@ def check_accumulation(check: CheckContext) -> Iterator[Problem]:
     module = check.module
     if not module.methods.get("backward") or not module.methods.get("step"):
         return
-    ddp = check.project.calls(module, names.DDP) or check.project.calls(module, "accelerate.Accelerator")
-    if check.project.framework_has_loop(module) or not (ddp or check.project.calls(module, names.FSDP)):
+    programs = (module, *check.project.importers(module))
+    wraps = {name for name in _WRAPS for program in programs if check.project.calls(program, name)}
+    # An engine counts micro batches itself.
+    if check.project.framework_has_loop(module) or not wraps or "deepspeed.initialize" in wraps:
         return
-    if check.project.calls(module, "deepspeed.initialize"):
-        return  # the framework's engine counts micro batches
+    ddp = wraps != {names.FSDP}
     if check.project.has_text(module, _ACCUMULATES, elsewhere=True):
         return
     for call in module.methods.get("backward", ()):
@@ -81,13 +83,10 @@ def _some_calls_step(check: CheckContext, backward: ast.Call) -> bool:
                     given = find_call_argument(
                         calling, function, parent.test.id, bound=is_bound_method(module, function)
                     )
-                    if given is not None and any(_counts_micro_batches(one) for one in caller.values(given)):
-                        return True
-                    if given is not None and any(
-                        isinstance(part, ast.IfExp) and _counts_micro_batches(part.test)
-                        for binding in caller.lookup(given) if binding.value is not None
-                        for part in (binding.value,)
-                    ):  # fmt: skip
+                    bound = [binding.value for binding in caller.lookup(given)] if given is not None else []
+                    tests = [one.test for one in bound if isinstance(one, ast.IfExp)]
+                    tests += caller.values(given) if given is not None else []
+                    if any(_counts_micro_batches(test) for test in tests):
                         return True
     return False
 
