@@ -19,12 +19,10 @@ STARTS: Final = SPAWNS | {"torch.multiprocessing.Process", "multiprocessing.Proc
 """Functions that start processes, including `Process(target=function, args=...)`."""
 WRAPPERS: Final = frozenset({DDP, FSDP, FULLY_SHARD})
 ENGINES: Final = frozenset(
-    [
-        "accelerate.Accelerator",
-        "accelerate.accelerator.Accelerator",
-        "deepspeed.initialize",
-        "deepspeed.init_distributed",
-    ]
+    (
+        "accelerate.Accelerator accelerate.accelerator.Accelerator deepspeed.initialize deepspeed.init_distributed "
+        "horovod.torch.init"
+    ).split()
 )
 """Functions of frameworks that make a program's own loop distributed."""
 
@@ -54,15 +52,11 @@ COLLECTIVES: Final = frozenset(
 """Functions that every member of the group must call; new_group has a rule of its own."""
 
 STATE_COLLECTIVES: Final = frozenset(
-    [
-        "torch.distributed.checkpoint.save",
-        "torch.distributed.checkpoint.async_save",
-        "torch.distributed.checkpoint.load",
-        "torch.distributed.checkpoint.state_dict.get_state_dict",
-        "torch.distributed.checkpoint.state_dict.get_model_state_dict",
-        "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
-        "torch.distributed.checkpoint.state_dict.set_state_dict",
-    ]
+    "torch.distributed.checkpoint." + name
+    for name in (
+        "save async_save load state_dict.get_state_dict state_dict.get_model_state_dict "
+        "state_dict.get_optimizer_state_dict state_dict.set_state_dict"
+    ).split()
 )
 """Functions that gather or write the state of all ranks."""
 

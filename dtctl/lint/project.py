@@ -24,7 +24,7 @@ _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+(?P<base>[.\w]+)[ \t]+)?import[ \t]+(?P<names>\([^)]*\)|[^\n#;]+)", re.MULTILINE
 )
 _BEGINS = re.compile(
-    r"init_process_group|DistributedDataParallel|FullyShardedDataParallel|fully_shard|Accelerator\(|deepspeed\.init"
+    r"init_process_group|DistributedDataParallel|FullyShardedDataParallel|fully_shard|Accelerator\(|deepspeed\.init|horovod"
 )
 _WRAPS = (names.INIT, *names.WRAPPERS, *names.ENGINES)
 """Functions after whose call a program is distributed."""

@@ -30,7 +30,7 @@ _GLOBAL = re.compile(r"(?:global_|world_|ddp_|dist_|my_|distributed_)?rank\Z|RAN
 _LOCAL = re.compile(r"(?:ddp_|args_)?local_?rank\Z|LOCAL_RANK\Z|local_process_index\Z|gpu(?:_id)?\Z")
 _MAIN = re.compile(
     r"(?:is_)?(?:local_)?(?:main|master|primary|leader)_(?:process|rank|proc|worker)\Z"
-    r"|is_(?:main|master|primary|chief|leader)\Z"
+    r"|is_(?:main|master|primary|chief|leader)\Z|master\Z"
     r"|(?:is_)?(?:global_)?rank_?(?:0|zero)\Z|is_global_zero\Z|is_(?:rank_?zero|dist_master|logging_process)\Z"
 )
 _DECORATORS = re.compile(r"rank_?(?:0|zero)|main_process|master_only|main_only|on_main|only_rank")
@@ -433,7 +433,8 @@ def is_launcher_code(module: SourceFile, node: ast.AST) -> bool:
         for call in calls
         if module.scope(call) is scope
     ]
-    starts += [call for call in module.methods.get("notebook_launcher", ()) if module.scope(call) is scope]
+    for name in ("notebook_launcher", "TorchDistributor"):
+        starts += [call for call in module.methods.get(name, ()) if module.scope(call) is scope]
     if not starts and isinstance(scope, ast.Module):
         # Spawned processes also run the code outside of `if __name__ == "__main__"`.
         main = any(

@@ -22,7 +22,9 @@ from dtctl.lint.source_file import (
 )
 from dtctl.lint.wraps import find_model_wrap
 
-_ACCUMULATES = re.compile(r"no_sync|requires_gradient_sync|require_backward_grad_sync|\.accumulate\(|is_gradient_accum")
+_ACCUMULATES = re.compile(
+    r"no_sync|requires_gradient_sync|require_backward_grad_sync|\.accumulate\([^)]|is_gradient_accum"
+)
 _WRAPS = (names.DDP, "accelerate.Accelerator", names.FSDP, "deepspeed.initialize")
 _OPTIMIZER = re.compile(r"optim|scaler|opt\b")
 _PURE = (
@@ -165,8 +167,10 @@ def _steps_beside(check: CheckContext, loop: ast.AST, backward: ast.Call) -> boo
     """Return whether the optimizer steps after every backward pass, in the same block."""
     module = check.module
     block = module.block(module.statement(backward))
+    later = [one.lineno for one in module.methods.get("backward", ()) if module.statement(one) in block]
+    end = min((line for line in later if line > backward.lineno), default=float("inf"))
     return any(
-        call.lineno > backward.lineno and module.statement(call) in block and module.is_node_within(call, loop)
+        backward.lineno < call.lineno < end and module.statement(call) in block and module.is_node_within(call, loop)
         for call in _find_optimizer_steps(check)
         if not re.search(r"sched", ast.unparse(call.func))
     )

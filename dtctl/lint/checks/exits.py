@@ -392,7 +392,4 @@ def _says_only(statement: ast.stmt) -> bool:
     return re.match(r"print|log|warn|traceback|tqdm|self\.log", ast.unparse(statement.value.func)) is not None
 
 
-CHECKS = (
-    check_left_alone,
-    check_swallowed_errors,
-)
+CHECKS = (check_left_alone, check_swallowed_errors)

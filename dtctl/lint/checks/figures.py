@@ -78,7 +78,9 @@ def check_own_figure(check: CheckContext) -> Iterator[Problem]:
         condition = resolve_rank_guard(module, call) or next(list_rank_guards(*shown), None)
         # Without other evidence for several ranks, a condition on the rank is required.
         alone = (known and "rank" not in ast.unparse(call).lower()) if condition is None else condition.at_zero
-        figure = next(_find_shown_figures(check, call), None) if alone else None
+        if condition is not None and condition.early and not module.find_calls_below(module.scope(call), "backward"):
+            continue  # rank 0 alone computes what this function shows
+        figure = next(find_shown_figures(check, call), None) if alone else None
         if figure is not None:
             whose = "rank 0" if condition is not None else "this rank"
             at = f" (line {figure.line})" if figure.line and figure.line != call.lineno else ""
@@ -124,7 +126,7 @@ def _says_why_it_ends(module: SourceFile, call: ast.Call) -> bool:
     )
 
 
-def _find_shown_figures(check: CheckContext, call: ast.Call) -> Iterator[_RankFigure]:
+def find_shown_figures(check: CheckContext, call: ast.Call) -> Iterator[_RankFigure]:
     """Yield the figures of this rank that a call shows, in its arguments or in texts and tables made before."""
     module = check.module
     owner = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "display" else None
@@ -199,8 +201,10 @@ def _line_of_name(check: CheckContext, node: ast.Name, depth: int) -> int | None
         parameter = any(isinstance(binding.statement, ast.arg) for binding in module.lookup(node))
         return _line_at_callers(check, node, depth) if parameter and depth else None
     set_to = [*(value for _, value in values), *appended]
-    meter = any(isinstance(value, ast.Call) and read_last_name(value.func).endswith("Meter") for value in set_to)
-    if meter and _reduced_meter(check, node):
+    meter = any(
+        isinstance(value, ast.Call) and re.search("Meter|Logger", read_last_name(value.func)) for value in set_to
+    )
+    if meter and (_reduced_meter(check, node) or not list_calls_on(module, node.id, "update")):
         return None
     if _REDUCES.search(" ".join(map(ast.unparse, set_to))) or _reduced_near(check, node, node.id):
         return None
@@ -299,10 +303,12 @@ def _reduced_meter(check: CheckContext, meter: ast.expr) -> bool:
         made = resolve_callee(value.module, value.node) if isinstance(value.node, ast.Call) else None
         if made is not None and re.search(r"all_reduce|all_gather|reduce\(", ast.unparse(made.node)):
             return True
-    for call in list_calls_on(module, format_dotted_name(meter), "update"):
-        parts = [part for given in call.args[:1] for part in ast.walk(given) if isinstance(part, ast.Name)]
+    updates = list_calls_on(module, format_dotted_name(meter), "update")
+    for call in updates:
+        given = [*call.args[:1], *(one.value for one in call.keywords)]
+        parts = [part for value in given for part in ast.walk(value) if isinstance(part, ast.Name)]
         bound = [binding.origin_value for part in parts for binding in module.lookup(part)]
-        if any(_REDUCES.search(ast.unparse(one)) for one in (*call.args[:1], *bound) if one is not None):
+        if any(_REDUCES.search(ast.unparse(one)) for one in (*given, *bound) if one is not None):
             return True
         if any(_reduced_near(check, call, part.id) for part in parts):
             return True

@@ -29,7 +29,7 @@ _STATES_OF_MODELS = frozenset(
     ("model", "state_dict", "net", "model_state_dict", "ema", "model_ema", "teacher", "student")
 )
 """Keys that also occur in files of weights from other sources."""
-_MODELS = re.compile(r"torchvision\.models\.(?:\w+\.)*[a-z]\w*\Z")
+_MODELS = re.compile(r"torchvision\.models\.(?:\w+\.)*[a-z]\w*\Z|timm\.(?:models\.)?create_model\Z")
 
 
 def check_whole_module(check: CheckContext) -> Iterator[Problem]:
@@ -166,6 +166,9 @@ def _is_data_load(check: CheckContext, call: ast.Call) -> bool:
         return True
     statement = module.statement(call)
     text = ast.unparse(call.args[0]) + (ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else "")
+    name = read_assigned_name(module, call)
+    if name and re.search(rf"load_state_dict\([^\n]*\b{name}\b", ast.unparse(module.scope(call))):
+        return False
     named = re.search(r"data|feat|embed|token|label|audio|wav|image|latent|vocab|dict\b(?<!state_dict)", text)
     return named is not None and re.search(r"(?:ckpt|checkpoint)_?dict\b", text) is None
 
@@ -285,15 +288,7 @@ def _key_of(node: ast.expr) -> str:
     return str(read_constant_value(node.slice)) if isinstance(node, ast.Subscript) else ""
 
 
-_HUB_PACKAGES = (
-    "transformers",
-    "diffusers",
-    "datasets",
-    "sentence_transformers",
-    "huggingface_hub",
-    "open_clip",
-    "peft",
-)
+_HUB_PACKAGES = "transformers diffusers datasets sentence_transformers huggingface_hub open_clip peft".split()
 
 
 def _of_the_hub(module: SourceFile, call: ast.Call) -> bool:
@@ -400,18 +395,15 @@ def _one_first(module: SourceFile, call: ast.Call) -> bool:
     return any(
         other is not call
         and format_dotted_name(other.func) == name
-        and other.lineno < call.lineno
-        and resolve_rank_guard(module, other)
+        and (is_launcher_code(module, other) or (other.lineno < call.lineno and resolve_rank_guard(module, other)))
         for other in module.methods.get((name or "").rpartition(".")[2], ())
     )
 
 
 def _waits_nearby(module: SourceFile, call: ast.Call) -> bool:
     function = module.scope(call)
-    return any(
-        module.scope(barrier) is function and resolve_rank_guard(module, barrier, 0) is not None
-        for barrier in module.calls.get("torch.distributed.barrier", ())
-    )
+    before = [one for one in module.calls.get("torch.distributed.barrier", ()) if one.lineno < call.lineno]
+    return any(module.scope(one) is function and resolve_rank_guard(module, one, 0) is not None for one in before)
 
 
 CHECKS = (check_whole_module, check_map_location, check_downloaded_by_all)

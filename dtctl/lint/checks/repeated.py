@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dtctl.lint import names
 from dtctl.lint.check import CheckContext
 from dtctl.lint.checks.exits import find_backward_calls, is_inside_join
+from dtctl.lint.checks.figures import find_shown_figures
 from dtctl.lint.checks.steps import find_step_code
 from dtctl.lint.collectives import collective_called, takes_a_group
 from dtctl.lint.flow import find_called_function
@@ -31,6 +32,7 @@ _DISTRIBUTED = re.compile(
 """Pattern of a condition that only tests if there are several ranks."""
 _BARRIER = re.compile(r"barrier|wait_for_|^synchroni[sz]e$|sync_(?:all|processes)")
 """Pattern of names of helpers that are a barrier."""
+_MAKES_LOGGER = re.compile(r"get_logger$|setup_logg|create_logger")
 _QUIET = re.compile(
     r"builtins?\.print\s*=|__builtin__|setup_for_distributed|rank_zero_print|def print\b|__builtins__\[|"
     r"sys\.stdout\s*=|suppress_print"
@@ -167,7 +169,7 @@ def _is_setting_condition(test: ast.expr) -> bool:
 def check_said_by_all(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT054: line printed by every rank."""
     module = check.module
-    if not module.trains or check.project.framework_has_loop(module):
+    if not (module.trains or module.methods.get("backward")) or check.project.framework_has_loop(module):
         return
     if not any(check.project.calls(module, name) for name in (names.INIT, *names.WRAPPERS, *names.ENGINES)):
         return
@@ -180,9 +182,12 @@ def check_said_by_all(check: CheckContext) -> Iterator[Problem]:
             if _by_all(module, call)
         }.items()
     )
+    # A line with a figure has a rule of its own.
+    plain = [call for _, call in lines if next(find_shown_figures(check, call), None) is None]
     if lines:
-        also = name_other_lines(number for number, _ in lines[1:])
-        yield check.problem("DT054", lines[0][1], f"every rank prints this line{also}")
+        first = (plain or [lines[0][1]])[0]
+        also = name_other_lines(number for number, call in lines if call is not first)
+        yield check.problem("DT054", first, f"every rank prints this line{also}")
 
 
 def _by_all(module: SourceFile, call: ast.Call) -> bool:
@@ -204,7 +209,7 @@ def _find_print_calls(check: CheckContext) -> Iterator[ast.Call]:
             and _is_program_output(module, call)
         ):
             yield call
-    if not _quiet_loggers(check):
+    if module.trains and not _quiet_loggers(check):
         for name in sorted(_LOGGING & set(module.methods)):
             for call in module.methods[name]:
                 if format_dotted_name(call.func) in (
@@ -246,10 +251,20 @@ def _quiet_loggers(check: CheckContext) -> bool:
         re.compile(
             r"(?:setLevel|level=|disable\()[^\n]*(?:rank|master|main)"
             r"|(?:rank|master|main_process|is_main)[^\n]*:\s*\n?[^\n]*"
-            r"(?:setLevel|addHandler|basicConfig|\.remove\(|disable\(|getLogger|propagate)"
-            r"|get_logger\(|setup_logg|create_logger|init_logger|NullHandler"
+            r"(?:setLevel|addHandler|basicConfig|\.remove\(|disable\(|getLogger|propagate)|NullHandler|init_logger"
         ),
-    )
+    ) or _has_logger_by_rank(check)
+
+
+def _has_logger_by_rank(check: CheckContext) -> bool:
+    """Return whether a function that makes the program's loggers asks for the rank, or is not known."""
+    for source in check.project.find_modules_with_words(check.module, "logg"):
+        for name in filter(_MAKES_LOGGER.search, {**source.functions, **source.methods}):
+            called = [find_called_function(source, call) for call in source.methods.get(name, ())]
+            made = [*source.functions.get(name, ()), *(one.node for one in called if one is not None)]
+            if None in called or any(re.search("rank|master|main_process", ast.unparse(one)) for one in made):
+                return True
+    return False
 
 
 def _find_printing_helpers(module: SourceFile) -> list[ast.Call]:
@@ -269,7 +284,9 @@ def _find_printing_helpers(module: SourceFile) -> list[ast.Call]:
 def check_folder_made_by_all(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT055: folder made by every rank."""
     module = check.module
-    if not module.trains or not check.project.distributed(module) or check.project.framework_has_loop(module):
+    if not (module.trains or module.methods.get("backward")) or check.project.framework_has_loop(module):
+        return
+    if not check.project.distributed(module):
         return
     for name in ("os.makedirs", "os.mkdir", "shutil.rmtree"):
         for call in module.calls_of(name):
@@ -277,6 +294,8 @@ def check_folder_made_by_all(check: CheckContext) -> Iterator[Problem]:
             if ignores or read_constant_value(find_argument(call, "exist_ok", 2)) is True or not call.args:
                 continue
             if mentions_rank(module, call.args[0]) or not _is_run_by_all(module, call):
+                continue
+            if not module.trains and not module.find_calls_below(module.scope(call), "backward"):
                 continue
             verb = "removes" if name == "shutil.rmtree" else "makes"
             yield check.problem(

@@ -48,17 +48,7 @@ _WRITERS = {
 }  # fmt: skip
 """Calls that write a file -> index of the argument with its path."""
 _PATHS = ("f", "path", "file", "filename", "fp", "fname")
-_METHODS = (
-    "to_csv",
-    "to_json",
-    "to_parquet",
-    "to_pickle",
-    "savefig",
-    "save_pretrained",
-    "write_text",
-    "write_bytes",
-    "tofile",
-)
+_METHODS = "to_csv to_json to_parquet to_pickle savefig save_pretrained write_text write_bytes tofile".split()
 _HELPER = re.compile(r"save|write|dump|store|export|checkpoint|ckpt|snapshot|log_to|logger|record", re.IGNORECASE)
 _SAVES = re.compile(r"(?:^|_)save_?(?:checkpoint|model|state|ckpt|snapshot|weights)")
 _RESUMES = re.compile(r"resume|start_epoch|epochs_run|continue_from|epoch_st\b|begin_epoch")

@@ -72,10 +72,11 @@ def check_same_seed(check: CheckContext) -> Iterator[Problem]:
 def _list_seed_calls(module: SourceFile) -> list[ast.Call]:
     """Return the calls that set a seed in the ranks; for helpers of this file, their calls without those in them."""
     seeds = [
-        *module.calls_of("torch.manual_seed", "torch.cuda.manual_seed_all"),
+        *module.calls_of("torch.manual_seed", "torch.cuda.manual_seed", "torch.cuda.manual_seed_all"),
         *(call for name in _SEEDS for call in module.methods.get(name, ())),
     ] or module.calls_of("random.seed", "numpy.random.seed")
     seeds = [call for call in seeds if not is_launcher_code(module, call) and not is_single_process_code(module, call)]
+    seeds = [call for call in seeds if "parallel" not in ast.unparse(call)]  # that of a dimension of parallelism
     helpers = {getattr(module.scope(call), "name", "") for call in seeds} & set(_SEEDS)
     return [call for call in seeds if read_last_name(call.func) in helpers] or seeds
 

@@ -279,6 +279,9 @@ def check_unknown_keyword(check: CheckContext) -> Iterator[Problem]:
             yield check.problem(
                 "DT026", call, "torch.cuda.nccl.is_available needs tensors", fix="torch.distributed.is_nccl_available()"
             )
+    for call in check.module.calls_of("torch.distributed.broadcast"):
+        if len(call.args) == 1 and not {"src", "group_src", None} & {one.arg for one in call.keywords}:
+            yield check.problem("DT026", call, "broadcast needs the rank that sends", fix="src=0")
     for name, allowed in KEYWORDS.items():
         for call in check.module.calls_of(name):
             for argument in call.keywords:
