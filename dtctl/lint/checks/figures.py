@@ -78,7 +78,8 @@ def check_own_figure(check: CheckContext) -> Iterator[Problem]:
         condition = resolve_rank_guard(module, call) or next(list_rank_guards(*shown), None)
         # Without other evidence for several ranks, a condition on the rank is required.
         alone = (known and "rank" not in ast.unparse(call).lower()) if condition is None else condition.at_zero
-        if condition is not None and condition.early and not module.find_calls_below(module.scope(call), "backward"):
+        leaves = any(one.early for one in list_rank_guards(module, call))
+        if leaves and not module.find_calls_below(module.scope(call), "backward"):
             continue  # rank 0 alone computes what this function shows
         figure = next(find_shown_figures(check, call), None) if alone else None
         if figure is not None:
@@ -204,7 +205,8 @@ def _line_of_name(check: CheckContext, node: ast.Name, depth: int) -> int | None
     meter = any(
         isinstance(value, ast.Call) and re.search("Meter|Logger", read_last_name(value.func)) for value in set_to
     )
-    if meter and (_reduced_meter(check, node) or not list_calls_on(module, node.id, "update")):
+    updates = [call for call in list_calls_on(module, node.id, "update") if module.scope(call) is module.scope(node)]
+    if meter and (not updates or _reduced_meter(check, node)):
         return None
     if _REDUCES.search(" ".join(map(ast.unparse, set_to))) or _reduced_near(check, node, node.id):
         return None
