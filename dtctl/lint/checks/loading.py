@@ -19,7 +19,6 @@ from dtctl.lint.source_file import (
     name_other_lines,
     read_assigned_name,
     read_constant_value,
-    read_last_name,
 )
 
 _DATASETS = re.compile(r"(?:torchvision|torchaudio|torchtext)\.datasets\.\w+(?:\.\w+)?\Z")
@@ -246,7 +245,7 @@ def _is_done_by_all(module: SourceFile, call: ast.Call) -> bool:
 
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
-_HUB_SETTING = re.compile(r"name_or_path$|(?:model|dataset|tokenizer|checkpoint)_(?:name|id)$")
+_HUB_SETTING = re.compile(r"(?:name_or_path|(?:model|dataset|tokenizer|checkpoint)_(?:name|id))(?:'\])?$")
 """Pattern of names of settings that are names of the hub."""
 _BUILDERS = frozenset(("json", "csv", "text", "parquet", "arrow", "imagefolder", "audiofolder", "webdataset", "pandas"))
 """Formats that load_dataset reads from the user's files."""
@@ -278,14 +277,10 @@ def _hub_name(check: CheckContext, call: ast.Call) -> str | None:
             name = str(read_constant_value(value.node.values[0])).rstrip("-_")
         if isinstance(name, str) and _HUB_NAME.fullmatch(name) and name not in _BUILDERS:
             return name
-        if name is None and _HUB_SETTING.search(read_last_name(value.node) or _key_of(value.node)):
+        setting = isinstance(value.node, ast.Name | ast.Attribute | ast.Subscript)
+        if name is None and setting and _HUB_SETTING.search(ast.unparse(value.node)):
             return ast.unparse(value.node)
     return None
-
-
-def _key_of(node: ast.expr) -> str:
-    """Return the key of an item such as `config["model_name"]`; empty for other expressions."""
-    return str(read_constant_value(node.slice)) if isinstance(node, ast.Subscript) else ""
 
 
 _HUB_PACKAGES = "transformers diffusers datasets sentence_transformers huggingface_hub open_clip peft".split()

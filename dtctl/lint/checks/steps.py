@@ -76,7 +76,10 @@ def _list_seed_calls(module: SourceFile) -> list[ast.Call]:
         *(call for name in _SEEDS for call in module.methods.get(name, ())),
     ] or module.calls_of("random.seed", "numpy.random.seed")
     seeds = [call for call in seeds if not is_launcher_code(module, call) and not is_single_process_code(module, call)]
-    seeds = [call for call in seeds if "parallel" not in ast.unparse(call)]  # that of a dimension of parallelism
+    # Seeds of a dimension of parallelism, and those after which the earlier state returns, are meant.
+    if "set_rng_state" in module.text:
+        seeds = [call for call in seeds if "set_rng_state" not in ast.unparse(module.scope(call))]
+    seeds = [call for call in seeds if "parallel" not in ast.unparse(call)]
     helpers = {getattr(module.scope(call), "name", "") for call in seeds} & set(_SEEDS)
     return [call for call in seeds if read_last_name(call.func) in helpers] or seeds
 
@@ -151,16 +154,12 @@ def _is_waiting_for_gpu(module: SourceFile, call: ast.Call) -> bool:
     if not isinstance(call.func, ast.Attribute) or call.func.attr not in ("item", "cpu", "tolist"):
         return True
     if call.func.attr != "item":
-        return _RESULT.search(ast.unparse(call.func.value).lower()) is not None and not _is_read_on(module, call)
+        above = module.parents.get(call)
+        read_on = isinstance(above, ast.Attribute) and above.attr in ("item", "tolist")  # which waits, too
+        return _RESULT.search(ast.unparse(call.func.value).lower()) is not None and not read_on
     drawn = isinstance(call.func.value, ast.Call) and find_keyword_value(call.func.value, "device") is None
     owner = module.name(call.func.value.func) if isinstance(call.func.value, ast.Call) else None
     return not call.args and not (drawn and owner in ("torch.randint", "torch.rand", "torch.randn", "torch.randperm"))
-
-
-def _is_read_on(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether another such call waits for the value first: `loss.item()` in a list, `loss.cpu().item()`."""
-    above = module.parents.get(call)
-    return isinstance(above, ast.Attribute) and above.attr in ("item", "tolist")
 
 
 def find_step_code(module: SourceFile) -> list[ast.AST]:
