@@ -78,10 +78,10 @@ def check_own_figure(check: CheckContext) -> Iterator[Problem]:
         condition = resolve_rank_guard(module, call) or next(list_rank_guards(*shown), None)
         # Without other evidence for several ranks, a condition on the rank is required.
         alone = (known and "rank" not in ast.unparse(call).lower()) if condition is None else condition.at_zero
-        leaves = any(one.early for one in list_rank_guards(module, call))
+        figure = next(find_shown_figures(check, call), None) if alone else None
+        leaves = figure is not None and any(one.early for one in list_rank_guards(module, call))
         if leaves and not module.find_calls_below(module.scope(call), "backward"):
             continue  # rank 0 alone computes what this function shows
-        figure = next(find_shown_figures(check, call), None) if alone else None
         if figure is not None:
             whose = "rank 0" if condition is not None else "this rank"
             at = f" (line {figure.line})" if figure.line and figure.line != call.lineno else ""
