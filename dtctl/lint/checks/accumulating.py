@@ -39,7 +39,8 @@ def check_accumulation(check: CheckContext) -> Iterator[Problem]:
     module = check.module
     if not module.methods.get("backward") or not module.methods.get("step"):
         return
-    programs = (module, *check.project.importers(module))
+    elsewhere = check.project.importers(module) if re.search("accum|micro", module.text) else ()
+    programs = (module, *elsewhere)
     wraps = {name for name in _WRAPS for program in programs if check.project.calls(program, name)}
     # An engine counts micro batches itself.
     if check.project.framework_has_loop(module) or not wraps or "deepspeed.initialize" in wraps:

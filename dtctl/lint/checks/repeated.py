@@ -183,9 +183,9 @@ def check_said_by_all(check: CheckContext) -> Iterator[Problem]:
         }.items()
     )
     # A line with a figure has a rule of its own.
-    plain = [call for _, call in lines if next(find_shown_figures(check, call), None) is None]
     if lines:
-        first = (plain or [lines[0][1]])[0]
+        plain = (call for _, call in lines if next(find_shown_figures(check, call), None) is None)
+        first = next(plain, lines[0][1])
         also = name_other_lines(number for number, call in lines if call is not first)
         yield check.problem("DT054", first, f"every rank prints this line{also}")
 
@@ -258,7 +258,7 @@ def _quiet_loggers(check: CheckContext) -> bool:
 
 def _has_logger_by_rank(check: CheckContext) -> bool:
     """Return whether a function that makes the program's loggers asks for the rank, or is not known."""
-    for source in check.project.find_modules_with_words(check.module, "logg"):
+    for source in check.project.find_modules_with_words(check.module, "get_logger", "setup_logg", "create_logger"):
         for name in filter(_MAKES_LOGGER.search, {**source.functions, **source.methods}):
             called = [find_called_function(source, call) for call in source.methods.get(name, ())]
             made = [*source.functions.get(name, ()), *(one.node for one in called if one is not None)]
