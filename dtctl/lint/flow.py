@@ -132,18 +132,23 @@ def _collect_mapping_keys(module: SourceFile, mapping: ast.expr) -> set[str | No
     tables = [value.node for value in find_value_origins(module, mapping)]
     tables += [argument for call in updates for value in call.args for argument in module.values(value)]
     for table in tables:
-        if isinstance(table, ast.Dict):
-            found |= {text if isinstance(text := read_constant_value(item), str) else None for item in table.keys}
-        elif isinstance(table, ast.Call) and format_dotted_name(table.func) == "dict" and not table.args:
-            found |= {one.arg for one in table.keywords}
-        else:
-            found.add(None)
+        items = list_mapping_items(table)
+        found |= {key if isinstance(key, str) else None for key, _ in items} if items is not None else {None}
     for node in module.nodes_of(ast.Assign):
         for target in node.targets:
             if isinstance(target, ast.Subscript) and format_dotted_name(target.value) == name:
                 text = read_constant_value(target.slice)
                 found.add(text if isinstance(text, str) else None)
     return found
+
+
+def list_mapping_items(node: ast.AST) -> list[tuple[object, ast.expr]] | None:
+    """Return the keys and values of `{...}` or `dict(...)`, None for an unknown key; None for other expressions."""
+    if isinstance(node, ast.Dict):
+        return [(read_constant_value(key), value) for key, value in zip(node.keys, node.values, strict=True)]
+    if isinstance(node, ast.Call) and format_dotted_name(node.func) == "dict" and not node.args:
+        return [(one.arg, one.value) for one in node.keywords]
+    return None
 
 
 def is_bound_method(module: SourceFile, function: ast.AST) -> bool:

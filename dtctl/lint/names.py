@@ -19,12 +19,10 @@ STARTS: Final = SPAWNS | {"torch.multiprocessing.Process", "multiprocessing.Proc
 """Functions that start processes, including `Process(target=function, args=...)`."""
 WRAPPERS: Final = frozenset({DDP, FSDP, FULLY_SHARD})
 ENGINES: Final = frozenset(
-    [
-        "accelerate.Accelerator",
-        "accelerate.accelerator.Accelerator",
-        "deepspeed.initialize",
-        "deepspeed.init_distributed",
-    ]
+    (
+        "accelerate.Accelerator accelerate.accelerator.Accelerator deepspeed.initialize deepspeed.init_distributed "
+        "horovod.torch.init"
+    ).split()
 )
 """Functions of frameworks that make a program's own loop distributed."""
 
@@ -37,6 +35,8 @@ _SAME: Final = {
     "torch.distributed._composable.fully_shard": FULLY_SHARD,
     "torch.utils.data.distributed.DistributedSampler": SAMPLER,
     "torch.utils.data.dataloader.DataLoader": LOADER,
+    "torch.cuda.amp.grad_scaler.GradScaler": "torch.cuda.amp.GradScaler",
+    "torch.cuda.amp.autocast_mode.autocast": "torch.cuda.amp.autocast",
     "torch.nn.utils.clip_grad.clip_grad_norm_": "torch.nn.utils.clip_grad_norm_",
 }
 
@@ -52,15 +52,11 @@ COLLECTIVES: Final = frozenset(
 """Functions that every member of the group must call; new_group has a rule of its own."""
 
 STATE_COLLECTIVES: Final = frozenset(
-    [
-        "torch.distributed.checkpoint.save",
-        "torch.distributed.checkpoint.async_save",
-        "torch.distributed.checkpoint.load",
-        "torch.distributed.checkpoint.state_dict.get_state_dict",
-        "torch.distributed.checkpoint.state_dict.get_model_state_dict",
-        "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
-        "torch.distributed.checkpoint.state_dict.set_state_dict",
-    ]
+    "torch.distributed.checkpoint." + name
+    for name in (
+        "save async_save load state_dict.get_state_dict state_dict.get_model_state_dict "
+        "state_dict.get_optimizer_state_dict state_dict.set_state_dict"
+    ).split()
 )
 """Functions that gather or write the state of all ranks."""
 

@@ -24,7 +24,7 @@ _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+(?P<base>[.\w]+)[ \t]+)?import[ \t]+(?P<names>\([^)]*\)|[^\n#;]+)", re.MULTILINE
 )
 _BEGINS = re.compile(
-    r"init_process_group|DistributedDataParallel|FullyShardedDataParallel|fully_shard|Accelerator\(|deepspeed\.init"
+    r"init_process_group|DistributedDataParallel|FullyShardedDataParallel|fully_shard|Accelerator\(|deepspeed\.init|horovod"
 )
 _WRAPS = (names.INIT, *names.WRAPPERS, *names.ENGINES)
 """Functions after whose call a program is distributed."""
@@ -123,7 +123,8 @@ class Project:
         """Return whether a module or its imports call a function with this resolved name."""
         if module.calls.get(name):
             return True
-        return any(source.calls.get(name) for source in self.find_modules_with_words(module, name.rpartition(".")[2]))
+        word = "horovod" if name.endswith(".init") else name.rpartition(".")[2]  # most files have the word "init"
+        return any(source.calls.get(name) for source in self.find_modules_with_words(module, word))
 
     def methods(self, module: SourceFile, name: str) -> bool:
         """Return whether a module or its imports call anything whose last part is `name`."""

@@ -30,7 +30,7 @@ _GLOBAL = re.compile(r"(?:global_|world_|ddp_|dist_|my_|distributed_)?rank\Z|RAN
 _LOCAL = re.compile(r"(?:ddp_|args_)?local_?rank\Z|LOCAL_RANK\Z|local_process_index\Z|gpu(?:_id)?\Z")
 _MAIN = re.compile(
     r"(?:is_)?(?:local_)?(?:main|master|primary|leader)_(?:process|rank|proc|worker)\Z"
-    r"|is_(?:main|master|primary|chief|leader)\Z"
+    r"|is_(?:main|master|primary|chief|leader)\Z|master\Z"
     r"|(?:is_)?(?:global_)?rank_?(?:0|zero)\Z|is_global_zero\Z|is_(?:rank_?zero|dist_master|logging_process)\Z"
 )
 _DECORATORS = re.compile(r"rank_?(?:0|zero)|main_process|master_only|main_only|on_main|only_rank")
@@ -227,6 +227,8 @@ def _parse_rank_guard(module: SourceFile, test: ast.AST, frame: CallFrame | None
 def _guard_of_name(
     module: SourceFile, test: ast.Name | ast.Attribute | ast.Call, frame: CallFrame | None, depth: int
 ) -> RankGuard | None:
+    if isinstance(test, ast.Name) and _is_function(module, test):
+        return None  # a function that is not called is true on all ranks
     last = read_last_name(test.func if isinstance(test, ast.Call) else test)
     values = [value for value in find_value_origins(module, test, frame) if value.node is not test] if depth else []
     conditions = [value for value in values if isinstance(value.node, ast.Compare | ast.BoolOp | ast.UnaryOp)]
@@ -245,6 +247,15 @@ def _guard_of_name(
         return RankGuard("local" if "local" in last else "global", at_zero=True, test=test)
     kind = rank_kind(module, test, frame) if "gpu" not in last else None
     return RankGuard(kind, at_zero=False, test=test) if kind else None  # such as `if rank:`, `if dist.get_rank():`
+
+
+def _is_function(module: SourceFile, name: ast.Name) -> bool:
+    """Return whether a name is a function of the project."""
+    if module.lookup(name) or name.id in module.functions:
+        return not module.lookup(name)
+    qualified, files = module.aliases.get(name.id), module.neighbours
+    found = files.definition(module, qualified) if qualified is not None and files is not None else None
+    return found is not None and isinstance(found.node, Function)
 
 
 def _is_fixed_answer(test: ast.expr, constants: list[TracedValue]) -> bool:
@@ -422,7 +433,8 @@ def is_launcher_code(module: SourceFile, node: ast.AST) -> bool:
         for call in calls
         if module.scope(call) is scope
     ]
-    starts += [call for call in module.methods.get("notebook_launcher", ()) if module.scope(call) is scope]
+    for name in ("notebook_launcher", "TorchDistributor"):
+        starts += [call for call in module.methods.get(name, ()) if module.scope(call) is scope]
     if not starts and isinstance(scope, ast.Module):
         # Spawned processes also run the code outside of `if __name__ == "__main__"`.
         main = any(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
@@ -475,6 +475,12 @@ def list_calls_on(module: SourceFile, owner: str | None, method: str) -> list[as
         for call in module.methods.get(method, ())
         if isinstance(call.func, ast.Attribute) and format_dotted_name(call.func.value) == owner
     ]
+
+
+def name_other_lines(lines: Iterable[int]) -> str:
+    """Return text that names the other lines of a problem; empty without any."""
+    numbers = ", ".join(f"line {line}" for line in lines)
+    return f" (also {numbers})" if numbers else ""
 
 
 def list_additions(module: SourceFile, name: str | None, scope: ast.AST) -> list[ast.AugAssign]:

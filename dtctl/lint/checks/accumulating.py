@@ -22,7 +22,10 @@ from dtctl.lint.source_file import (
 )
 from dtctl.lint.wraps import find_model_wrap
 
-_ACCUMULATES = re.compile(r"no_sync|requires_gradient_sync|require_backward_grad_sync|\.accumulate\(|is_gradient_accum")
+_ACCUMULATES = re.compile(
+    r"no_sync|requires_gradient_sync|require_backward_grad_sync|\.accumulate\([^)]|is_gradient_accum"
+)
+_WRAPS = (names.DDP, "accelerate.Accelerator", names.FSDP, "deepspeed.initialize")
 _OPTIMIZER = re.compile(r"optim|scaler|opt\b")
 _PURE = (
     ast.Compare, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Name, ast.Attribute, ast.Constant,
@@ -36,11 +39,13 @@ def check_accumulation(check: CheckContext) -> Iterator[Problem]:
     module = check.module
     if not module.methods.get("backward") or not module.methods.get("step"):
         return
-    ddp = check.project.calls(module, names.DDP) or check.project.calls(module, "accelerate.Accelerator")
-    if check.project.framework_has_loop(module) or not (ddp or check.project.calls(module, names.FSDP)):
+    elsewhere = check.project.importers(module) if re.search("accum|micro", module.text) else ()
+    programs = (module, *elsewhere)
+    wraps = {name for name in _WRAPS for program in programs if check.project.calls(program, name)}
+    # An engine counts micro batches itself.
+    if check.project.framework_has_loop(module) or not wraps or "deepspeed.initialize" in wraps:
         return
-    if check.project.calls(module, "deepspeed.initialize"):
-        return  # the framework's engine counts micro batches
+    ddp = wraps != {names.FSDP}
     if check.project.has_text(module, _ACCUMULATES, elsewhere=True):
         return
     for call in module.methods.get("backward", ()):
@@ -81,13 +86,10 @@ def _some_calls_step(check: CheckContext, backward: ast.Call) -> bool:
                     given = find_call_argument(
                         calling, function, parent.test.id, bound=is_bound_method(module, function)
                     )
-                    if given is not None and any(_counts_micro_batches(one) for one in caller.values(given)):
-                        return True
-                    if given is not None and any(
-                        isinstance(part, ast.IfExp) and _counts_micro_batches(part.test)
-                        for binding in caller.lookup(given) if binding.value is not None
-                        for part in (binding.value,)
-                    ):  # fmt: skip
+                    bound = [binding.value for binding in caller.lookup(given)] if given is not None else []
+                    tests = [one.test for one in bound if isinstance(one, ast.IfExp)]
+                    tests += caller.values(given) if given is not None else []
+                    if any(_counts_micro_batches(test) for test in tests):
                         return True
     return False
 
@@ -166,8 +168,10 @@ def _steps_beside(check: CheckContext, loop: ast.AST, backward: ast.Call) -> boo
     """Return whether the optimizer steps after every backward pass, in the same block."""
     module = check.module
     block = module.block(module.statement(backward))
+    later = [one.lineno for one in module.methods.get("backward", ()) if module.statement(one) in block]
+    end = min((line for line in later if line > backward.lineno), default=float("inf"))
     return any(
-        call.lineno > backward.lineno and module.statement(call) in block and module.is_node_within(call, loop)
+        backward.lineno < call.lineno < end and module.statement(call) in block and module.is_node_within(call, loop)
         for call in _find_optimizer_steps(check)
         if not re.search(r"sched", ast.unparse(call.func))
     )

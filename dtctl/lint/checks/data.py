@@ -93,7 +93,8 @@ def check_same_order(check: CheckContext) -> Iterator[Problem]:
     ):
         return
     loops = [candidate for candidate in module.nodes_of(ast.For) if _over_epochs(candidate)]
-    repeated = bool(loops) or _has_another_data_loop(check, importers)
+    around = [*loops, *_list_data_repetitions(module)]
+    repeated = bool(around) or _has_another_data_loop(check, importers)
     for call in module.calls_of(names.SAMPLER) if repeated else ():
         if not _is_shuffling_sampler(check, call) or _epoch_set(check, call) or _given_away(check, call):
             continue
@@ -106,13 +107,13 @@ def check_same_order(check: CheckContext) -> Iterator[Problem]:
             None,
         )
         places = [f"of line {user.lineno}"] if user is not None else []
-        places += [f"epochs in line {loops[0].lineno}"] if loops else []
+        places += [f"epochs in line {around[0].lineno}"] if around else []
         where = f" ({', '.join(places)})" if places else ""
         yield check.problem(
             "DT004", call, f"no set_epoch(): the sampler{where} gives every epoch the same order", edits=edits
         )  # fmt: skip
-    if module.trains and (loops or _has_another_data_loop(check, ())):
-        yield from _same_order_elsewhere(check, f" (epochs in line {loops[0].lineno})" if loops else "")
+    if module.trains and (around or _has_another_data_loop(check, ())):
+        yield from _same_order_elsewhere(check, f" (epochs in line {around[0].lineno})" if around else "")
 
 
 def _given_away(check: CheckContext, sampler: ast.Call) -> bool:
@@ -148,16 +149,20 @@ def _is_shuffling_sampler(check: CheckContext, call: ast.Call) -> bool:
 
 
 def _has_another_data_loop(check: CheckContext, importers: tuple[SourceFile, ...]) -> bool:
-    """Return whether the program has another loop over its data: epochs in another file, or an endless loop."""
+    """Return whether another file of the program has a loop over epochs."""
     module = check.module
     for source in (*check.project.find_modules_with_words(module, "epoch"), *importers):
         if any(_over_epochs(loop) for loop in source.nodes_of(ast.For)):
             return True
-    return any(
-        read_constant_value(loop.test) is True
-        and any(isinstance(part, ast.For) and re.search("loader|data", ast.unparse(part.iter)) for part in loop.body)
-        for loop in module.nodes_of(ast.While)
-    )
+    return False
+
+
+def _list_data_repetitions(module: SourceFile) -> list[ast.While]:
+    """Return the `while` loops around a loop over the data."""
+    return [
+        loop for loop in module.nodes_of(ast.While)
+        if any(isinstance(part, ast.For) and re.search("loader|data", ast.unparse(part.iter)) for part in loop.body)
+    ]  # fmt: skip
 
 
 def _same_order_elsewhere(check: CheckContext, where: str) -> Iterator[Problem]:

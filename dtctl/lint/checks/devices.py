@@ -254,6 +254,18 @@ def check_no_device_chosen(check: CheckContext) -> Iterator[Problem]:
                 severity=None if sure else "info",
             )
             return
+    if module.calls_of(names.DDP) and not _ids_of_ddp(check) and not one_process(module):
+        yield from _check_unnumbered_gpu(check)
+
+
+def _check_unnumbered_gpu(check: CheckContext) -> Iterator[Problem]:
+    """Yield the first device "cuda" without a number in a program that chooses no GPU."""
+    module = check.module
+    for call in [*module.calls_of("torch.device"), *module.methods.get("to", ())]:
+        named = [part for given in call.args[:1] for part in ast.walk(given) if read_constant_value(part) == "cuda"]
+        if named and not _has_distributed_condition(check, call) and not is_single_process_code(module, call):
+            yield check.problem("DT007", call, f"`{ast.unparse(call)}`: every rank of a node uses its first GPU")
+            return
 
 
 def _describe_uses(check: CheckContext, start: ast.Call) -> str:

@@ -13,7 +13,7 @@ from dtctl.lint.collectives import collective_called, takes_a_group
 from dtctl.lint.flow import find_value_origins, resolve_callee
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import list_rank_guards
-from dtctl.lint.source_file import Function, SourceFile, format_dotted_name
+from dtctl.lint.source_file import Function, SourceFile, format_dotted_name, list_contexts
 from dtctl.lint.wraps import can_be_wrapped, find_model_wrap, list_model_wraps
 
 _AGREED = re.compile(r"all_reduce|all_gather|broadcast(?!_buffers)|\bJoin\(|model\.join\(")
@@ -82,9 +82,7 @@ def _collective_in(module: SourceFile, statement: ast.stmt) -> str | None:
         if not isinstance(call, ast.Call) or any(True for _ in list_rank_guards(module, call)):
             continue
         name = module.name(call.func) or ""
-        if name in names.COLLECTIVES and not takes_a_group(name, call):
-            return name.rpartition(".")[2]
-        if name in names.STATE_COLLECTIVES:
+        if name in names.STATE_COLLECTIVES or (name in names.COLLECTIVES and not takes_a_group(name, call)):
             return name.rpartition(".")[2]
         below = collective_called(module, call)
         if below is not None:
@@ -238,14 +236,8 @@ def check_beside_the_wrapper(check: CheckContext) -> Iterator[Problem]:
 
 
 def _without_gradients(module: SourceFile, node: ast.AST) -> bool:
-    return any(
-        isinstance(parent, ast.With)
-        and any(re.search(r"no_grad|inference_mode|no_sync", ast.unparse(item.context_expr)) for item in parent.items)
-        for parent, _ in module.chain(node)
-    ) or any(
-        re.search("no_grad|inference_mode", ast.unparse(decorator))
-        for decorator in getattr(module.scope(node), "decorator_list", ())
-    )
+    around = [*list_contexts(module, node), *getattr(module.scope(node), "decorator_list", ())]
+    return any(re.search(r"no_grad|inference_mode|no_sync", ast.unparse(one)) for one in around)
 
 
 def check_stepped_by_some(check: CheckContext) -> Iterator[Problem]:

@@ -264,11 +264,13 @@ def _moves_to_gpus(module: SourceFile) -> bool:
 
 def check_gpus_by_number(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT035 for CUDA_VISIBLE_DEVICES: fixed meeting point."""
-    if not check.module.trains or check.module.is_test_file or one_process(check.module):
+    module = check.module
+    if not module.trains or module.is_test_file or one_process(module):
         return
     for node, name, value in _find_variable_settings(check):
-        if name == "CUDA_VISIBLE_DEVICES" and re.fullmatch(r"\d+(?:,\s*\d+)*", str(read_constant_value(value))):
-            message = f"the GPUs are fixed to {read_constant_value(value)}, whatever the machine has"
+        given = read_constant_value(module.values(value)[-1]) if value is not None else None
+        if name == "CUDA_VISIBLE_DEVICES" and re.fullmatch(r"\d+(?:,\s*\d+)*", str(given)):
+            message = f"the GPUs are fixed to {given}, whatever the machine has"
             yield check.problem("DT035", node, message, severity="info", fix="let the launcher or the scheduler set it")
 
 

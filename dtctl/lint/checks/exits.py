@@ -37,7 +37,7 @@ _AGREED = re.compile(r"all_reduce|all_gather|reduce_dict|broadcast|reduce_tensor
 def check_left_alone(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT013: some ranks leave early."""
     module = check.module
-    if not module.trains:
+    if not module.trains and not check.project.distributed(module):
         return
     reported: set[ast.stmt] = set()
     for node in module.nodes_of(ast.If):
@@ -75,6 +75,8 @@ def check_left_alone(check: CheckContext) -> Iterator[Problem]:
                 f"a rank whose `{text}` holds leaves here alone, and the others wait for its gradients",
                 severity="warning",
             )
+    if not module.trains:
+        return
     yield from _out_of_memory(check)
     yield from _stopped_early(check)
     yield from (problem for statement, problem in _left_loop(check) if statement not in reported)
@@ -97,7 +99,7 @@ def _of_its_batch(check: CheckContext, node: ast.If) -> bool:
     """Return whether a condition skips a batch because of its content, which differs between ranks."""
     module = check.module
     loop = module.find_enclosing_node(node, (ast.For, ast.While))
-    if not isinstance(node.body[-1], ast.Continue) or not isinstance(loop, ast.For) or _is_inside_join(check, node):
+    if not isinstance(node.body[-1], ast.Continue) or not isinstance(loop, ast.For) or is_inside_join(module, node):
         return False
     if not any(_comes_after(check, node, call, loop) for call in find_backward_calls(module, loop)):
         return False
@@ -140,7 +142,7 @@ def _left_loop(check: CheckContext) -> Iterator[tuple[ast.stmt, Problem]]:
     decided = [(leave, condition) for leave in leaving if (condition := _decided_by_rank(check, leave)) is not None]
     for leave, condition in decided:
         loop = module.find_enclosing_node(leave, (ast.For, ast.While))
-        if loop is None or not _waited_for(check, leave) or _is_inside_join(check, leave):
+        if loop is None or not _waited_for(check, leave) or is_inside_join(check.module, leave):
             continue
         if module.scope(loop) is not module.scope(leave):
             continue
@@ -257,9 +259,9 @@ def _comes_after(check: CheckContext, leave: ast.stmt, call: ast.Call, loop: ast
     return False
 
 
-def _is_inside_join(check: CheckContext, node: ast.AST) -> bool:
-    """Return whether `with model.join()` encloses a node; ranks may stop one by one there."""
-    return any(".join(" in ast.unparse(context) + "(" for context in list_contexts(check.module, node))
+def is_inside_join(module: SourceFile, node: ast.AST) -> bool:
+    """Return whether `with model.join()` or `with Join(...)` encloses a node; ranks may stop one by one there."""
+    return any(re.search(r"\bJoin\(|\.join\b", ast.unparse(context)) for context in list_contexts(module, node))
 
 
 def _out_of_memory(check: CheckContext) -> Iterator[Problem]:
@@ -390,7 +392,4 @@ def _says_only(statement: ast.stmt) -> bool:
     return re.match(r"print|log|warn|traceback|tqdm|self\.log", ast.unparse(statement.value.func)) is not None
 
 
-CHECKS = (
-    check_left_alone,
-    check_swallowed_errors,
-)
+CHECKS = (check_left_alone, check_swallowed_errors)

@@ -26,6 +26,7 @@ from dtctl.lint.source_file import (
     format_dotted_name,
     list_additions,
     list_calls_on,
+    name_other_lines,
     read_constant_value,
     read_last_name,
     read_node_position,
@@ -41,7 +42,7 @@ _SHOWS = frozenset(
     ).split()
 )
 _SHOWING = re.compile(
-    r"^(?:print|log)_|_(?:print|log)$|^_?(?:write|log|add)_(?:summary|scalars?|metrics?)$|^summarize$"
+    r"^(?:print|log)_|_(?:print|log)$|^_?(?:write|log|add)_(?:summary|scalars?|metrics?)$|^summarize$|^display$"
 )
 """Pattern of helpers that print or log."""
 _REDUCES = re.compile(
@@ -69,7 +70,7 @@ def check_own_figure(check: CheckContext) -> Iterator[Problem]:
     known = distributed or (module.trains and check.project.calls(module, names.SAMPLER))
     if not known and not module.methods.get("backward"):
         return
-    reported: set[tuple[ast.AST, str]] = set()
+    found: dict[tuple[ast.AST, str], tuple[ast.Call, str, list[int]]] = {}
     for call in _list_showing_calls(module):
         shown = (module, call) if read_last_name(call.func) in _SHOWS else _shown_by(module, call)
         if shown is None:
@@ -77,13 +78,17 @@ def check_own_figure(check: CheckContext) -> Iterator[Problem]:
         condition = resolve_rank_guard(module, call) or next(list_rank_guards(*shown), None)
         # Without other evidence for several ranks, a condition on the rank is required.
         alone = (known and "rank" not in ast.unparse(call).lower()) if condition is None else condition.at_zero
-        figure = next(_find_shown_figures(check, call), None) if alone else None
-        if figure is None or (module.scope(call), figure.text) in reported:
-            continue
-        reported.add((module.scope(call), figure.text))
-        whose = "rank 0" if condition is not None else "this rank"
-        at = f" (line {figure.line})" if figure.line and figure.line != call.lineno else ""
-        yield check.problem("DT018", call, f"`{figure.text}`{at} is that of {whose} alone")
+        figure = next(find_shown_figures(check, call), None) if alone else None
+        leaves = figure is not None and any(one.early for one in list_rank_guards(module, call))
+        if leaves and not module.find_calls_below(module.scope(call), "backward"):
+            continue  # rank 0 alone computes what this function shows
+        if figure is not None:
+            whose = "rank 0" if condition is not None else "this rank"
+            at = f" (line {figure.line})" if figure.line and figure.line != call.lineno else ""
+            message = f"`{figure.text}`{at} is that of {whose} alone"
+            found.setdefault((module.scope(call), figure.text), (call, message, []))[2].append(call.lineno)
+    for call, message, lines in found.values():
+        yield check.problem("DT018", call, message + name_other_lines(sorted(set(lines) - {call.lineno})))
 
 
 def _list_showing_calls(module: SourceFile) -> list[ast.Call]:
@@ -100,9 +105,10 @@ def _shown_by(module: SourceFile, call: ast.Call) -> tuple[SourceFile, ast.Call]
     if target is None or not isinstance(target.node, Function):
         return None
     parameters = {one.arg for one in target.node.args.args}
+    meters = read_last_name(call.func) == "display"
     for name in _SHOWS & set(target.module.methods):
         for inside in target.module.find_calls_below(target.node, name):
-            if any(isinstance(part, ast.Name) and part.id in parameters for part in ast.walk(inside)):
+            if meters or any(isinstance(part, ast.Name) and part.id in parameters for part in ast.walk(inside)):
                 return target.module, inside
     return None
 
@@ -121,9 +127,19 @@ def _says_why_it_ends(module: SourceFile, call: ast.Call) -> bool:
     )
 
 
-def _find_shown_figures(check: CheckContext, call: ast.Call) -> Iterator[_RankFigure]:
+def find_shown_figures(check: CheckContext, call: ast.Call) -> Iterator[_RankFigure]:
     """Yield the figures of this rank that a call shows, in its arguments or in texts and tables made before."""
     module = check.module
+    owner = call.func.value if isinstance(call.func, ast.Attribute) and call.func.attr == "display" else None
+    for value in find_value_origins(module, owner) if owner is not None else ():
+        # `progress.display(i)` shows the meters that its object was made with.
+        for meter in ast.walk(value.node) if isinstance(value.node, ast.Call) and value.module is module else ():
+            if (
+                isinstance(meter, ast.Name)
+                and _FIGURE.search(meter.id)
+                and not _is_meter_reduced(check, meter, meter.id)
+            ):
+                yield _RankFigure(meter.id, value.node.lineno)
     for part in ast.walk(call):
         if (line := _own_line(check, part)) is not None:
             yield _RankFigure(ast.unparse(part), line)
@@ -165,8 +181,12 @@ def _line_of_meter(check: CheckContext, node: ast.Attribute) -> int | None:
     name = format_dotted_name(node.value)
     if name is None or not _FIGURE.search(read_last_name(node.value)):
         return None
-    reduced = _reduced_meter(check, node.value) or _reduced_near(check, node, name)
-    return None if reduced else node.lineno
+    return None if _is_meter_reduced(check, node.value, name) else node.lineno
+
+
+def _is_meter_reduced(check: CheckContext, meter: ast.expr, name: str) -> bool:
+    """Return whether the value of a meter is that of all ranks."""
+    return _reduced_meter(check, meter) or _reduced_near(check, meter, name)
 
 
 def _line_of_name(check: CheckContext, node: ast.Name, depth: int) -> int | None:
@@ -182,8 +202,11 @@ def _line_of_name(check: CheckContext, node: ast.Name, depth: int) -> int | None
         parameter = any(isinstance(binding.statement, ast.arg) for binding in module.lookup(node))
         return _line_at_callers(check, node, depth) if parameter and depth else None
     set_to = [*(value for _, value in values), *appended]
-    meter = any(isinstance(value, ast.Call) and read_last_name(value.func).endswith("Meter") for value in set_to)
-    if meter and _reduced_meter(check, node):
+    meter = any(
+        isinstance(value, ast.Call) and re.search("Meter|Logger", read_last_name(value.func)) for value in set_to
+    )
+    updates = [call for call in list_calls_on(module, node.id, "update") if module.scope(call) is module.scope(node)]
+    if meter and (not updates or _reduced_meter(check, node)):
         return None
     if _REDUCES.search(" ".join(map(ast.unparse, set_to))) or _reduced_near(check, node, node.id):
         return None
@@ -282,10 +305,12 @@ def _reduced_meter(check: CheckContext, meter: ast.expr) -> bool:
         made = resolve_callee(value.module, value.node) if isinstance(value.node, ast.Call) else None
         if made is not None and re.search(r"all_reduce|all_gather|reduce\(", ast.unparse(made.node)):
             return True
-    for call in list_calls_on(module, format_dotted_name(meter), "update"):
-        parts = [part for given in call.args[:1] for part in ast.walk(given) if isinstance(part, ast.Name)]
+    updates = list_calls_on(module, format_dotted_name(meter), "update")
+    for call in updates:
+        given = [*call.args[:1], *(one.value for one in call.keywords)]
+        parts = [part for value in given for part in ast.walk(value) if isinstance(part, ast.Name)]
         bound = [binding.origin_value for part in parts for binding in module.lookup(part)]
-        if any(_REDUCES.search(ast.unparse(one)) for one in (*call.args[:1], *bound) if one is not None):
+        if any(_REDUCES.search(ast.unparse(one)) for one in (*given, *bound) if one is not None):
             return True
         if any(_reduced_near(check, call, part.id) for part in parts):
             return True

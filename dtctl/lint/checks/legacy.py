@@ -11,6 +11,7 @@ from importlib import resources
 
 from dtctl.lint import names
 from dtctl.lint.check import CheckContext
+from dtctl.lint.flow import find_value_origins
 from dtctl.lint.model import Edit, Problem
 from dtctl.lint.source_file import find_keyword_value, read_constant_value, read_node_position
 
@@ -65,6 +66,14 @@ def check_old_names(check: CheckContext) -> Iterator[Problem]:
             yield check.problem(
                 "DT025", value, "TrainingArguments(evaluation_strategy=) is not in transformers 4.46 and later",
                 severity="warning", fix="eval_strategy=",
+            )  # fmt: skip
+    for call in module.methods.get("next", ()):
+        owner = call.func.value if isinstance(call.func, ast.Attribute) and not call.args else None
+        values = [value.node for value in find_value_origins(module, owner)] if owner is not None else []
+        if values and all(re.match(r"iter\(.*load", ast.unparse(value)) for value in values):
+            yield check.problem(
+                "DT025", call, "the iterators of DataLoader have no next() in torch 1.13 and later",
+                severity="warning", fix=f"next({ast.unparse(owner)})" if owner is not None else None,
             )  # fmt: skip
     if "LOCAL_RANK" in module.text:
         return

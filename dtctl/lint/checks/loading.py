@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dtctl.lint.check import CheckContext
-from dtctl.lint.flow import find_called_function, find_value_origins
+from dtctl.lint.flow import find_called_function, find_value_origins, list_mapping_items
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import is_launcher_code, is_single_process_code, mentions_rank, resolve_rank_guard
 from dtctl.lint.source_file import (
@@ -15,6 +15,8 @@ from dtctl.lint.source_file import (
     find_callers,
     find_keyword_value,
     format_dotted_name,
+    list_contexts,
+    name_other_lines,
     read_assigned_name,
     read_constant_value,
 )
@@ -26,16 +28,14 @@ _STATES_OF_MODELS = frozenset(
     ("model", "state_dict", "net", "model_state_dict", "ema", "model_ema", "teacher", "student")
 )
 """Keys that also occur in files of weights from other sources."""
-_MODELS = re.compile(r"torchvision\.models\.(?:\w+\.)*[a-z]\w*\Z")
+_MODELS = re.compile(r"torchvision\.models\.(?:\w+\.)*[a-z]\w*\Z|timm\.(?:models\.)?create_model\Z")
 
 
 def check_whole_module(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT038: whole module in torch.load."""
     module = check.module
     for call in module.calls_of("torch.load"):
-        if find_keyword_value(call, "weights_only") is not None or any(
-            argument.arg is None for argument in call.keywords
-        ):
+        if any(argument.arg in ("weights_only", None) for argument in call.keywords):
             continue
         if _used_as_module(module, call) or _saved_whole(check, call):
             yield check.problem("DT038", call, "a whole module is loaded: torch.load refuses it since torch 2.6")
@@ -82,14 +82,7 @@ def _saved_module_as(check: CheckContext, keys: set[str]) -> bool:
     for source in check.project.find_modules_with_words(check.module, "torch.save"):
         for save in source.calls_of("torch.save"):
             for value in find_value_origins(source, save.args[0]) if save.args else ():
-                state = value.node
-                items: list[tuple[object, ast.expr]] = []
-                if isinstance(state, ast.Dict):
-                    items = [
-                        (read_constant_value(item), given) for item, given in zip(state.keys, state.values, strict=True)
-                    ]
-                elif isinstance(state, ast.Call) and format_dotted_name(state.func) == "dict":
-                    items = [(one.arg, one.value) for one in state.keywords]
+                items = list_mapping_items(value.node) or []
                 if any(item in keys and isinstance(given, ast.Name) and _MODULE.search(given.id)
                        and not _is_a_state(value.module, given) for item, given in items):  # fmt: skip
                     return True
@@ -149,17 +142,13 @@ def _used_as_module(module: SourceFile, call: ast.Call) -> bool:
 def check_map_location(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT052: load without map_location."""
     module = check.module
-    if not module.calls_of("torch.load") or "cuda" not in module.text:
+    if not module.calls_of("torch.load") or not re.search("cuda|gpu", module.text):
         return
     if not check.project.distributed(module) or check.project.framework_has_loop(module):
         return
     for call in module.calls_of("torch.load"):
-        given = {argument.arg for argument in call.keywords}
-        if (
-            len(call.args) != 1
-            or given & {"map_location", None, "mmap"}
-            or resolve_rank_guard(module, call) is not None
-        ):
+        given = {argument.arg for argument in call.keywords} & {"map_location", None, "mmap"}
+        if len(call.args) != 1 or given or resolve_rank_guard(module, call) is not None:
             continue
         if mentions_rank(module, call.args[0]) or _is_data_load(check, call) or is_single_process_code(module, call):
             continue
@@ -176,6 +165,9 @@ def _is_data_load(check: CheckContext, call: ast.Call) -> bool:
         return True
     statement = module.statement(call)
     text = ast.unparse(call.args[0]) + (ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else "")
+    name = read_assigned_name(module, call)
+    if name and re.search(rf"load_state_dict\([^\n]*\b{name}\b", ast.unparse(module.scope(call))):
+        return False
     named = re.search(r"data|feat|embed|token|label|audio|wav|image|latent|vocab|dict\b(?<!state_dict)", text)
     return named is not None and re.search(r"(?:ckpt|checkpoint)_?dict\b", text) is None
 
@@ -219,31 +211,45 @@ def check_downloaded_by_all(check: CheckContext) -> Iterator[Problem]:
 def _from_the_hub(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT040 for Hugging Face's hub, at most once per file, since files are locked during a download."""
     module = check.module
-    calls = [
-        (call, name)
-        for method in ("from_pretrained", "load_dataset", "snapshot_download")
-        for call in module.methods.get(method, ())
-        if (name := _hub_name(check, call)) is not None
-        and not _one_first(module, call)
-        and not is_launcher_code(module, call)
-    ]
-    alone = [
-        (call, name) for call, name in calls if not is_single_process_code(module, call) and not _in_turn(module, call)
-    ]
-    if alone:
-        lines = sorted({call.lineno for call, _ in alone})[1:]
-        also = f" (also {', '.join(f'line {line}' for line in lines)})" if lines else ""
-        call, name = min(alone, key=lambda one: one[0].lineno)
+    calls = _list_hub_calls(check)
+    for method in sorted(module.methods) if module.trains else ():
+        if re.search(r"model|token|data|load|build|create", method):
+            for call in module.methods[method]:
+                target = find_called_function(module, call)
+                if target is not None and target.module is not module and not target.module.trains:
+                    other = CheckContext(target.module, check.project, check.cluster)
+                    inside = [one for one in _list_hub_calls(other) if target.module.scope(one[0]) is target.node]
+                    calls += [(call, name) for _, name in inside[:1] if _is_done_by_all(module, call)]
+    if calls:
+        also = name_other_lines(sorted({call.lineno for call, _ in calls})[1:])
+        call, name = min(calls, key=lambda one: one[0].lineno)
         yield check.problem(
             "DT040", call, f"every rank asks the hub for `{name}`{also}", severity="info",
             fix=f"`hf download {name}` once for each node and HF_HUB_OFFLINE=1, or one rank of a node first",
         )  # fmt: skip
 
 
+def _list_hub_calls(check: CheckContext) -> list[tuple[ast.Call, str]]:
+    """Return the calls of a file that ask the hub on every rank, each with the name that it asks for."""
+    methods = ("from_pretrained", "load_dataset", "snapshot_download")
+    calls = [call for method in methods for call in check.module.methods.get(method, ())]
+    named = [(call, name) for call in calls if (name := _hub_name(check, call)) is not None]
+    return [(call, name) for call, name in named if _is_done_by_all(check.module, call)]
+
+
+def _is_done_by_all(module: SourceFile, call: ast.Call) -> bool:
+    """Return whether all ranks make a call at the same time."""
+    if _one_first(module, call) or is_launcher_code(module, call):
+        return False
+    return not is_single_process_code(module, call) and not _in_turn(module, call)
+
+
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+_HUB_SETTING = re.compile(r"(?:name_or_path|(?:model|dataset|tokenizer|checkpoint)_(?:name|id))(?:'\])?$")
+"""Pattern of names of settings that are names of the hub."""
 _BUILDERS = frozenset(("json", "csv", "text", "parquet", "arrow", "imagefolder", "audiofolder", "webdataset", "pandas"))
 """Formats that load_dataset reads from the user's files."""
-_FIRST = re.compile(r"main_process_first|local_main_process_first|rank_zero_first|zero_first|first_rank")
+_FIRST = re.compile(r"(?:process|rank|zero|0|main|master)_first|first_rank|rank_ordered")
 
 
 def _hub_name(check: CheckContext, call: ast.Call) -> str | None:
@@ -271,18 +277,13 @@ def _hub_name(check: CheckContext, call: ast.Call) -> str | None:
             name = str(read_constant_value(value.node.values[0])).rstrip("-_")
         if isinstance(name, str) and _HUB_NAME.fullmatch(name) and name not in _BUILDERS:
             return name
+        setting = isinstance(value.node, ast.Name | ast.Attribute | ast.Subscript)
+        if name is None and setting and _HUB_SETTING.search(ast.unparse(value.node)):
+            return ast.unparse(value.node)
     return None
 
 
-_HUB_PACKAGES = (
-    "transformers",
-    "diffusers",
-    "datasets",
-    "sentence_transformers",
-    "huggingface_hub",
-    "open_clip",
-    "peft",
-)
+_HUB_PACKAGES = "transformers diffusers datasets sentence_transformers huggingface_hub open_clip peft".split()
 
 
 def _of_the_hub(module: SourceFile, call: ast.Call) -> bool:
@@ -303,7 +304,8 @@ def default_of_setting(check: CheckContext, node: ast.expr) -> object:
         names = [str(read_constant_value(one)).lstrip("-").replace("-", "_") for one in call.args]
         if node.attr in names:
             default = find_keyword_value(call, "default")
-            return read_constant_value(default) if default is not None else None
+            backend = re.fullmatch(r"[\w.]*Backend\.([A-Z]+)", format_dotted_name(default) or "") if default else None
+            return backend[1].lower() if backend else read_constant_value(default)
     for source in check.project.find_modules_with_words(module, f"{node.attr}:"):
         for member in source.nodes_of(ast.AnnAssign):
             if (
@@ -315,12 +317,12 @@ def default_of_setting(check: CheckContext, node: ast.expr) -> object:
     return None
 
 
-def _in_turn(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a call is in a context that lets one rank go first."""
-    return any(
-        isinstance(parent, ast.With) and any(_FIRST.search(ast.unparse(item.context_expr)) for item in parent.items)
-        for parent, _ in module.chain(call)
-    )
+def _in_turn(module: SourceFile, call: ast.Call, depth: int = 2) -> bool:
+    """Return whether a call, or all calls of its function, are in a context that lets one rank go first."""
+    if any(_FIRST.search(ast.unparse(context)) for context in list_contexts(module, call)):
+        return True
+    callers = find_callers(module, module.scope(call))[:8] if depth else []
+    return bool(callers) and all(_in_turn(caller, calling, depth - 1) for caller, calling in callers)
 
 
 def _find_downloads(module: SourceFile) -> Iterator[tuple[ast.Call, str, bool]]:
@@ -381,30 +383,22 @@ def _one_first(module: SourceFile, call: ast.Call) -> bool:
     if resolve_rank_guard(module, call) is not None:
         return True
     function = module.scope(call)
-    barriers = module.calls.get("torch.distributed.barrier", ())
-    if any(
-        module.scope(barrier) is function and resolve_rank_guard(module, barrier, 0) is not None for barrier in barriers
-    ):
-        return True
-    if any(_waits_nearby(caller, calling) for caller, calling in find_callers(module, function)[:8]):
+    if _waits_nearby(module, call) or any(_waits_nearby(*caller) for caller in find_callers(module, function)[:8]):
         return True
     # One rank loads the same dataset in an earlier call.
     name = format_dotted_name(call.func)
     return any(
         other is not call
         and format_dotted_name(other.func) == name
-        and other.lineno < call.lineno
-        and resolve_rank_guard(module, other)
+        and (is_launcher_code(module, other) or (other.lineno < call.lineno and resolve_rank_guard(module, other)))
         for other in module.methods.get((name or "").rpartition(".")[2], ())
     )
 
 
 def _waits_nearby(module: SourceFile, call: ast.Call) -> bool:
     function = module.scope(call)
-    return any(
-        module.scope(barrier) is function and resolve_rank_guard(module, barrier, 0) is not None
-        for barrier in module.calls.get("torch.distributed.barrier", ())
-    )
+    before = [one for one in module.calls.get("torch.distributed.barrier", ()) if one.lineno < call.lineno]
+    return any(module.scope(one) is function and resolve_rank_guard(module, one, 0) is not None for one in before)
 
 
 CHECKS = (check_whole_module, check_map_location, check_downloaded_by_all)

@@ -8,16 +8,19 @@ from collections.abc import Iterator
 
 from dtctl.lint import names
 from dtctl.lint.check import CheckContext
-from dtctl.lint.checks.exits import find_backward_calls
+from dtctl.lint.checks.exits import find_backward_calls, is_inside_join
+from dtctl.lint.checks.figures import find_shown_figures
+from dtctl.lint.checks.steps import find_step_code
 from dtctl.lint.collectives import collective_called, takes_a_group
 from dtctl.lint.flow import find_called_function
 from dtctl.lint.model import Problem
-from dtctl.lint.ranks import by_turns, is_launcher_code, list_rank_guards, mentions_rank, resolve_rank_guard
+from dtctl.lint.ranks import by_turns, is_launcher_code, mentions_rank, resolve_rank_guard
 from dtctl.lint.source_file import (
     SourceFile,
     find_argument,
     find_keyword_value,
     format_dotted_name,
+    name_other_lines,
     read_constant_value,
 )
 
@@ -27,6 +30,9 @@ _DISTRIBUTED = re.compile(
     r"|and|or|\s|[\w.]*(?:world_size|n(?:um)?_gpus?)(?:\(\))? > 1|[\w.]*rank != -1)+$"
 )
 """Pattern of a condition that only tests if there are several ranks."""
+_BARRIER = re.compile(r"barrier|wait_for_|^synchroni[sz]e$|sync_(?:all|processes)")
+"""Pattern of names of helpers that are a barrier."""
+_MAKES_LOGGER = re.compile(r"get_logger$|setup_logg|create_logger")
 _QUIET = re.compile(
     r"builtins?\.print\s*=|__builtin__|setup_for_distributed|rank_zero_print|def print\b|__builtins__\[|"
     r"sys\.stdout\s*=|suppress_print"
@@ -36,10 +42,12 @@ _QUIET = re.compile(
 def check_waiting_each_step(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT046: ranks wait for each other in every step."""
     module = check.module
-    for call in module.calls.get("torch.distributed.barrier", ()):
-        if takes_a_group("torch.distributed.barrier", call):
+    helpers = [call for name in module.methods if _BARRIER.search(name) for call in module.methods[name]
+               if collective_called(module, call) == "barrier"]  # fmt: skip
+    for call in [*module.calls.get("torch.distributed.barrier", ()), *helpers]:
+        if call not in helpers and takes_a_group("torch.distributed.barrier", call):
             continue
-        if _is_under_join_context(module, call):
+        if is_inside_join(module, call):
             yield check.problem(
                 "DT046",
                 call,
@@ -90,27 +98,16 @@ def _find_reduction_calls(module: SourceFile) -> list[tuple[ast.Call, str]]:
 
 
 def _batch_loop(module: SourceFile, call: ast.Call) -> ast.AST | None:
-    """Return the loop over batches around a call: one with a backward pass, or over a loader; None without one."""
-    loop = module.find_enclosing_node(call, (ast.For,))
-    if not isinstance(loop, ast.For) or module.scope(loop) is not module.scope(call):
-        return _step_loop(module, call)
-    return loop if re.search(r"loader|dataloader|batches", ast.unparse(loop.iter).lower()) else _step_loop(module, call)
+    """Return the loop over batches around a call: one with a backward pass, or over a loader; None without one.
 
-
-def _is_under_join_context(module: SourceFile, node: ast.AST) -> bool:
-    return any(
-        isinstance(parent, ast.With)
-        and any(
-            isinstance(item.context_expr, ast.Call)
-            and (
-                module.name(item.context_expr.func) == "torch.distributed.algorithms.join.Join"
-                or ((format_dotted_name(item.context_expr.func) or "").endswith(".join") and not item.context_expr.args
-                    and "backward" in ast.unparse(parent))
-            )
-            for item in parent.items
-        )
-        for parent, _ in module.chain(node)
-    )  # fmt: skip
+    A function that is one step counts as such a loop.
+    """
+    loop, function = module.find_enclosing_node(call, (ast.For,)), module.scope(call)
+    if not isinstance(loop, ast.For) or module.scope(loop) is not function:
+        step = function if function in find_step_code(module) else None
+        return _step_loop(module, call) or step
+    batches = re.search(r"loader(?!s)|batches", ast.unparse(loop.iter).lower())
+    return loop if batches else _step_loop(module, call)
 
 
 def _step_loop(module: SourceFile, call: ast.Call) -> ast.AST | None:
@@ -163,36 +160,21 @@ def _is_setting_condition(test: ast.expr) -> bool:
     """Return whether a condition is the same in all steps: a name of the settings, or its negation."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test = test.operand
-    return (format_dotted_name(test) or "").partition(".")[0] in (
-        "args",
-        "cfg",
-        "config",
-        "opt",
-        "hparams",
-        "self",
-        "use_amp",
-        "ddp",
+    return (
+        re.match(r"(?:args|cfg|config|opt|hparams|self|use_amp|ddp)(?:\.|$)", format_dotted_name(test) or "")
+        is not None
     )
 
 
 def check_said_by_all(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT054: line printed by every rank."""
     module = check.module
-    if not module.trains or check.project.framework_has_loop(module):
+    if not (module.trains or module.methods.get("backward")) or check.project.framework_has_loop(module):
         return
     if not any(check.project.calls(module, name) for name in (names.INIT, *names.WRAPPERS, *names.ENGINES)):
         return
     if check.project.has_text(module, _QUIET):
         return
-    for call in [*module.methods.get("SummaryWriter", ()), *module.calls_of("wandb.init")]:
-        given = ast.unparse(call).lower()
-        if (
-            resolve_rank_guard(module, call) is None
-            and not is_launcher_code(module, call)
-            and "rank" not in given
-            and "group" not in given
-        ):
-            yield check.problem("DT054", call, f"every rank opens a log: `{format_dotted_name(call.func)}`")
     lines = sorted(
         {
             call.lineno: call
@@ -200,10 +182,12 @@ def check_said_by_all(check: CheckContext) -> Iterator[Problem]:
             if _by_all(module, call)
         }.items()
     )
+    # A line with a figure has a rule of its own.
     if lines:
-        numbers = ", ".join(f"line {number}" for number, _ in lines[1:])
-        also = f" (also {numbers})" if numbers else ""
-        yield check.problem("DT054", lines[0][1], f"every rank prints this line{also}")
+        plain = (call for _, call in lines if next(find_shown_figures(check, call), None) is None)
+        first = next(plain, lines[0][1])
+        also = name_other_lines(number for number, call in lines if call is not first)
+        yield check.problem("DT054", first, f"every rank prints this line{also}")
 
 
 def _by_all(module: SourceFile, call: ast.Call) -> bool:
@@ -225,7 +209,7 @@ def _find_print_calls(check: CheckContext) -> Iterator[ast.Call]:
             and _is_program_output(module, call)
         ):
             yield call
-    if not _quiet_loggers(check):
+    if module.trains and not _quiet_loggers(check):
         for name in sorted(_LOGGING & set(module.methods)):
             for call in module.methods[name]:
                 if format_dotted_name(call.func) in (
@@ -252,8 +236,9 @@ def _is_program_output(module: SourceFile, call: ast.Call) -> bool:
         and (not getattr(function, "name", "").startswith("__") or getattr(function, "name", "") == "__init__")
         and not any(
             isinstance(parent, ast.If)
+            and child in parent.body
             and re.search(r"verbose|debug|not os\.path|not .*exists|is None", ast.unparse(parent.test))
-            for parent, _ in module.chain(call)
+            for parent, child in module.chain(call)
         )
     )
 
@@ -266,10 +251,20 @@ def _quiet_loggers(check: CheckContext) -> bool:
         re.compile(
             r"(?:setLevel|level=|disable\()[^\n]*(?:rank|master|main)"
             r"|(?:rank|master|main_process|is_main)[^\n]*:\s*\n?[^\n]*"
-            r"(?:setLevel|addHandler|basicConfig|\.remove\(|disable\(|getLogger|propagate)"
-            r"|get_logger\(|setup_logg|create_logger|init_logger|NullHandler"
+            r"(?:setLevel|addHandler|basicConfig|\.remove\(|disable\(|getLogger|propagate)|NullHandler|init_logger"
         ),
-    )
+    ) or _has_logger_by_rank(check)
+
+
+def _has_logger_by_rank(check: CheckContext) -> bool:
+    """Return whether a function that makes the program's loggers asks for the rank, or is not known."""
+    for source in check.project.find_modules_with_words(check.module, "get_logger", "setup_logg", "create_logger"):
+        for name in filter(_MAKES_LOGGER.search, {**source.functions, **source.methods}):
+            called = [find_called_function(source, call) for call in source.methods.get(name, ())]
+            made = [*source.functions.get(name, ()), *(one.node for one in called if one is not None)]
+            if None in called or any(re.search("rank|master|main_process", ast.unparse(one)) for one in made):
+                return True
+    return False
 
 
 def _find_printing_helpers(module: SourceFile) -> list[ast.Call]:
@@ -289,20 +284,18 @@ def _find_printing_helpers(module: SourceFile) -> list[ast.Call]:
 def check_folder_made_by_all(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT055: folder made by every rank."""
     module = check.module
-    if not module.trains or not check.project.distributed(module) or check.project.framework_has_loop(module):
+    if not (module.trains or module.methods.get("backward")) or check.project.framework_has_loop(module):
+        return
+    if not check.project.distributed(module):
         return
     for name in ("os.makedirs", "os.mkdir", "shutil.rmtree"):
         for call in module.calls_of(name):
-            exist = find_argument(call, "exist_ok", 2)
-            ignore = find_argument(call, "ignore_errors", 1) if name == "shutil.rmtree" else None
-            if (
-                read_constant_value(exist) is True
-                or ignore is not None
-                or not call.args
-                or mentions_rank(module, call.args[0])
-            ):
+            ignores = name == "shutil.rmtree" and find_argument(call, "ignore_errors", 1) is not None
+            if ignores or read_constant_value(find_argument(call, "exist_ok", 2)) is True or not call.args:
                 continue
-            if not _is_run_by_all(module, call):
+            if mentions_rank(module, call.args[0]) or not _is_run_by_all(module, call):
+                continue
+            if not module.trains and not module.find_calls_below(module.scope(call), "backward"):
                 continue
             verb = "removes" if name == "shutil.rmtree" else "makes"
             yield check.problem(
@@ -326,17 +319,10 @@ def _paths_made_by_all(check: CheckContext) -> Iterator[Problem]:
         if not isinstance(call.func, ast.Attribute) or call.args[2:] or module.name(call.func) == "os.mkdir":
             continue
         root = (format_dotted_name(call.func.value) or "").partition(".")[0]
-        if (
-            call.args
-            or root in module.aliases
-            or root in ("sftp", "fs", "hdfs")
-            or read_constant_value(find_keyword_value(call, "exist_ok")) is True
-        ):
+        exists = read_constant_value(find_keyword_value(call, "exist_ok")) is True
+        if call.args or exists or root in module.aliases or root in ("sftp", "fs", "hdfs"):
             continue
-        if (
-            any(argument.arg is None for argument in call.keywords)
-            or next(list_rank_guards(module, call), None) is not None
-        ):
+        if any(argument.arg is None for argument in call.keywords):
             continue
         if mentions_rank(module, call.func.value) or not _is_run_by_all(module, call):
             continue

@@ -7,9 +7,16 @@ import re
 from collections.abc import Iterator
 
 from dtctl.lint.check import CheckContext
-from dtctl.lint.flow import find_call_argument, find_called_function, find_value_origins, is_bound_method
+from dtctl.lint.flow import (
+    find_call_argument,
+    find_called_function,
+    find_value_origins,
+    is_bound_method,
+    list_mapping_items,
+)
 from dtctl.lint.model import Problem
 from dtctl.lint.ranks import (
+    RankGuard,
     is_launcher_code,
     is_single_process_code,
     list_rank_guards,
@@ -22,6 +29,7 @@ from dtctl.lint.source_file import (
     find_argument,
     find_keyword_value,
     format_dotted_name,
+    read_assigned_name,
     read_constant_value,
     read_last_name,
 )
@@ -34,23 +42,13 @@ _WRITERS = {
     "torch.save": 1, "numpy.save": 0, "numpy.savez": 0, "numpy.savez_compressed": 0, "numpy.savetxt": 0,
     "pickle.dump": 1, "json.dump": 1, "yaml.dump": 1, "yaml.safe_dump": 1, "joblib.dump": 1,
     "safetensors.torch.save_file": 1, "torchvision.utils.save_image": 1, "torchaudio.save": 0, "soundfile.write": 0,
-    "shutil.copytree": 1, "logging.FileHandler": 0, "cv2.imwrite": 0, "matplotlib.pyplot.savefig": 0,
-    "imageio.imwrite": 0, "scipy.io.savemat": 0,
+    "shutil.copytree": 1, "logging.FileHandler": 0, "logging.basicConfig": 9, "cv2.imwrite": 0,
+    "imageio.imwrite": 0, "matplotlib.pyplot.savefig": 0, "scipy.io.savemat": 0,
     "scipy.io.wavfile.write": 0, "shutil.copy": 1, "shutil.copyfile": 1, "shutil.copy2": 1,
 }  # fmt: skip
 """Calls that write a file -> index of the argument with its path."""
 _PATHS = ("f", "path", "file", "filename", "fp", "fname")
-_METHODS = (
-    "to_csv",
-    "to_json",
-    "to_parquet",
-    "to_pickle",
-    "savefig",
-    "save_pretrained",
-    "write_text",
-    "write_bytes",
-    "tofile",
-)
+_METHODS = "to_csv to_json to_parquet to_pickle savefig save_pretrained write_text write_bytes tofile".split()
 _HELPER = re.compile(r"save|write|dump|store|export|checkpoint|ckpt|snapshot|log_to|logger|record", re.IGNORECASE)
 _SAVES = re.compile(r"(?:^|_)save_?(?:checkpoint|model|state|ckpt|snapshot|weights)")
 _RESUMES = re.compile(r"resume|start_epoch|epochs_run|continue_from|epoch_st\b|begin_epoch")
@@ -75,6 +73,26 @@ def check_every_rank_writes(check: CheckContext) -> Iterator[Problem]:
     for name in saves:
         if not (name in module.functions and _guarded_inside(check, name)):
             yield from _in_handlers(check, name)
+
+
+def check_opened_logs(check: CheckContext) -> Iterator[Problem]:
+    """Check rules DT014 and DT015 for logs of events: every rank, or one of each node, opens one."""
+    module = check.module
+    distributed = module.trains and not check.project.framework_has_loop(module) and check.project.distributed(module)
+    for call in [*module.methods.get("SummaryWriter", ()), *module.calls_of("wandb.init")]:
+        condition, name = resolve_rank_guard(module, call), format_dotted_name(call.func)
+        own = is_launcher_code(module, call) or re.search("rank|group", ast.unparse(call).lower())
+        if condition is None and distributed and not own:
+            yield check.problem("DT014", call, f"every rank opens a log: `{name}`", severity="info")
+        if condition is None or check.cluster.single_node or not _is_of_local_rank(condition):
+            continue
+        if "LOCAL_RANK" in module.text or "local_rank" in ast.unparse(condition.test).lower():
+            yield check.problem("DT015", call, f"one rank of every node opens a log: `{name}`", severity="info")
+
+
+def _is_of_local_rank(condition: RankGuard | None) -> bool:
+    """Return whether a condition around a call selects local rank 0."""
+    return condition is not None and condition.rank == "local" and condition.at_zero and not condition.early
 
 
 def _is_write_of_all_ranks(check: CheckContext, call: ast.Call, path: ast.expr) -> bool:
@@ -241,7 +259,7 @@ def check_local_rank_writes(check: CheckContext) -> Iterator[Problem]:
         return
     for call, path in _find_file_writes(module):
         condition = resolve_rank_guard(module, call)
-        if condition is None or condition.rank != "local" or not condition.at_zero or condition.early:
+        if condition is None or not _is_of_local_rank(condition):
             continue
         if not _in_training(check, call) or mentions_rank(module, path):
             continue
@@ -253,15 +271,6 @@ def check_local_rank_writes(check: CheckContext) -> Iterator[Problem]:
         if not guessed and not _NODE_LOCAL.search(text):
             at = f" (asked in line {line})" if (line := getattr(asked, "lineno", 0)) else ""
             yield check.problem("DT015", call, f"one rank of every node{at} writes, and all of them the same file")
-
-    for call in [*module.methods.get("SummaryWriter", ()), *module.calls_of("wandb.init")]:
-        condition = resolve_rank_guard(module, call)
-        if condition is None or condition.rank != "local" or not condition.at_zero or condition.early:
-            continue
-        if "LOCAL_RANK" in module.text or "local_rank" in ast.unparse(condition.test).lower():
-            yield check.problem(
-                "DT015", call, f"one rank of every node opens a log: `{format_dotted_name(call.func)}`", severity="info"
-            )
 
 
 def check_snapshot_content(check: CheckContext) -> Iterator[Problem]:
@@ -293,15 +302,10 @@ def check_snapshot_content(check: CheckContext) -> Iterator[Problem]:
 
 def _find_missing_state(module: SourceFile, state: ast.expr) -> str | None:
     """Return the missing state in a dictionary with a run's epoch; None for other or complete dictionaries."""
-    if isinstance(state, ast.Dict):
-        pairs = [
-            (str(read_constant_value(name) or ""), ast.unparse(value))
-            for name, value in zip(state.keys, state.values, strict=True)
-        ]
-    elif isinstance(state, ast.Call) and format_dotted_name(state.func) == "dict" and not state.args:
-        pairs = [(one.arg or "", ast.unparse(one.value)) for one in state.keywords]
-    else:
+    items = list_mapping_items(state)
+    if items is None:
         return None
+    pairs = [(str(name or ""), ast.unparse(value)) for name, value in [*items, *_list_items_set(module, state)]]
     names = " ".join(name for name, _ in pairs).lower()
     text = " ".join(value for _, value in pairs)
     if not re.search(r"epoch|step|iter", names) or "state_dict(" not in text or any(not name for name, _ in pairs):
@@ -311,6 +315,17 @@ def _find_missing_state(module: SourceFile, state: ast.expr) -> str | None:
     if _SCALES.search(module.text) and not re.search(r"scaler|amp", names + text.lower()):
         return "gradient scaler's state"
     return None
+
+
+def _list_items_set(module: SourceFile, state: ast.expr) -> list[tuple[object, ast.expr]]:
+    """Return the items that the function of a dictionary adds to it: `state["epoch"] = epoch`."""
+    name = read_assigned_name(module, state) if state in module.parents else None
+    sets = [(one.targets[0], one.value) for one in module.nodes_of(ast.Assign) if name is not None]
+    return [
+        (read_constant_value(target.slice), value) for target, value in sets
+        if isinstance(target, ast.Subscript) and format_dotted_name(target.value) == name
+        and module.scope(target) is module.scope(state)
+    ]  # fmt: skip
 
 
 def _weights_only(state: ast.expr) -> bool:
@@ -329,4 +344,4 @@ def _goes_on(check: CheckContext) -> bool:
     return not check.project.has_text(module, re.compile(r"opt\w*(?:\.\w+)?\.state_dict\("))
 
 
-CHECKS = (check_every_rank_writes, check_local_rank_writes, check_snapshot_content)
+CHECKS = (check_every_rank_writes, check_opened_logs, check_local_rank_writes, check_snapshot_content)

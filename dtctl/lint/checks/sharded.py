@@ -58,8 +58,4 @@ def check_to_fully_shard(check: CheckContext) -> Iterator[Problem]:
         )
 
 
-CHECKS = (
-    check_policy_called_at_once,
-    check_policy_without_its_setting,
-    check_to_fully_shard,
-)
+CHECKS = (check_policy_called_at_once, check_policy_without_its_setting, check_to_fully_shard)

@@ -154,7 +154,8 @@ def check_gathered_twice(check: CheckContext) -> Iterator[Problem]:
         if owner is None or "accelerator" not in owner or loop is None or not isinstance(function, ast.FunctionDef):
             continue
         evaluates = re.search(r"val|test|eval", function.name) and not module.find_calls_below(function, "backward")
-        figures = re.search(r"pred|label|output|logits|loss", " ".join(ast.unparse(one) for one in call.args))
+        given = " ".join(ast.unparse(one) for one in call.args)
+        figures = re.search(r"pred|label|output|logits|loss|acc|correct|top\d", given)
         if evaluates and figures and not module.methods.get("gather_for_metrics"):
             yield check.problem(
                 "DT056", call, "gather() also brings the samples that were repeated to make the shares equal",
@@ -277,18 +278,7 @@ def _shuffled_by_datasets(check: CheckContext) -> Iterator[Problem]:
             continue
         if resolve_rank_guard(module, call) is not None:
             continue
-        root: ast.expr = call.func.value
-        while isinstance(root, ast.Subscript | ast.Call | ast.Attribute) and not _loads_dataset(root):
-            root = root.value if not isinstance(root, ast.Call) else root.func
-        values = [root] if _loads_dataset(root) else [value.node for value in find_value_origins(module, root)]
-        while (
-            values and not _loads_dataset(values[0]) and isinstance(values[0], ast.Call | ast.Attribute | ast.Subscript)
-        ):
-            inner = values[0].func if isinstance(values[0], ast.Call) else values[0].value
-            values = (
-                [value.node for value in find_value_origins(module, inner)] if isinstance(inner, ast.Name) else [inner]
-            )
-        if any(_loads_dataset(value) for value in values):
+        if _comes_from_hub(module, call.func.value):
             yield check.problem(
                 "DT058",
                 call,
@@ -296,8 +286,14 @@ def _shuffled_by_datasets(check: CheckContext) -> Iterator[Problem]:
             )
 
 
-def _loads_dataset(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and read_last_name(node.func) == "load_dataset"
+def _comes_from_hub(module: SourceFile, node: ast.AST, depth: int = 3) -> bool:
+    """Return whether an expression, or the origin of its name, calls load_dataset."""
+    while isinstance(node, ast.Subscript | ast.Call | ast.Attribute):
+        if isinstance(node, ast.Call) and read_last_name(node.func) == "load_dataset":
+            return True
+        node = node.func if isinstance(node, ast.Call) else node.value
+    origins = find_value_origins(module, node) if isinstance(node, ast.Name) and depth else []
+    return any(_comes_from_hub(value.module, value.node, depth - 1) for value in origins if value.node is not node)
 
 
 def _split_by_sklearn(check: CheckContext) -> Iterator[Problem]:

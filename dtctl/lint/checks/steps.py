@@ -12,8 +12,10 @@ from dtctl.lint.ranks import is_launcher_code, is_single_process_code, list_rank
 from dtctl.lint.source_file import (
     Function,
     SourceFile,
+    find_argument,
     find_callers,
     find_keyword_value,
+    name_other_lines,
     read_constant_value,
     read_last_name,
     read_node_position,
@@ -56,11 +58,11 @@ def check_same_seed(check: CheckContext) -> Iterator[Problem]:
         return
     if not check.project.has_text(module, _RANDOM) or "device_specific" in module.text:
         return
-    numbers = [call.args[0] for call in seeds if call.args]
+    numbers = [number for call in seeds if (number := find_argument(call, "seed", 0)) is not None]
     if any(mentions_rank(module, number) for number in numbers):
         yield from _check_seed_of_local_rank(check, numbers)
         return
-    values = module.values(seeds[0].args[0]) if seeds[0].args else []
+    values = module.values(numbers[0]) if numbers else []
     if values and all(_is_same_seed(value) for value in values):
         yield check.problem(
             "DT008", seeds[0], "all ranks have the same seed: dropout and augmentation are the same on all of them"
@@ -70,10 +72,14 @@ def check_same_seed(check: CheckContext) -> Iterator[Problem]:
 def _list_seed_calls(module: SourceFile) -> list[ast.Call]:
     """Return the calls that set a seed in the ranks; for helpers of this file, their calls without those in them."""
     seeds = [
-        *module.calls_of("torch.manual_seed", "torch.cuda.manual_seed_all"),
+        *module.calls_of("torch.manual_seed", "torch.cuda.manual_seed", "torch.cuda.manual_seed_all"),
         *(call for name in _SEEDS for call in module.methods.get(name, ())),
     ] or module.calls_of("random.seed", "numpy.random.seed")
     seeds = [call for call in seeds if not is_launcher_code(module, call) and not is_single_process_code(module, call)]
+    # Seeds of a dimension of parallelism, and those after which the earlier state returns, are meant.
+    if "set_rng_state" in module.text:
+        seeds = [call for call in seeds if "set_rng_state" not in ast.unparse(module.scope(call))]
+    seeds = [call for call in seeds if "parallel" not in ast.unparse(call)]
     helpers = {getattr(module.scope(call), "name", "") for call in seeds} & set(_SEEDS)
     return [call for call in seeds if read_last_name(call.func) in helpers] or seeds
 
@@ -104,10 +110,7 @@ def check_clipped_scaled(check: CheckContext) -> Iterator[Problem]:
         scaled = [
             call
             for call in module.methods.get("backward", ())
-            if isinstance(call.func, ast.Attribute)
-            and isinstance(call.func.value, ast.Call)
-            and isinstance(call.func.value.func, ast.Attribute)
-            and call.func.value.func.attr == "scale"
+            if re.search(r"\.scale\(.*\)\.backward$", ast.unparse(call.func))
             and module.scope(call) is scope
             and call.lineno < clip.lineno
         ]
@@ -126,8 +129,10 @@ def check_clipped_scaled(check: CheckContext) -> Iterator[Problem]:
 def check_waits_each_step(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT032: wait in every step."""
     module = check.module
-    calls = [*module.methods.get("item", ()), *module.calls_of("torch.cuda.synchronize")]
-    for step in _find_step_code(module) if calls else ():
+    names = ("item", "cpu", "tolist")
+    calls = [*(call for name in names for call in module.methods.get(name, ())),
+             *module.calls_of("torch.cuda.synchronize")]  # fmt: skip
+    for step in find_step_code(module) if calls else ():
         waiting = [
             call
             for call in sorted(calls, key=read_node_position)
@@ -139,22 +144,25 @@ def check_waits_each_step(check: CheckContext) -> Iterator[Problem]:
         if waiting:
             first = waiting[0]
             item = isinstance(first.func, ast.Attribute) and first.func.attr == "item"
-            lines = sorted({call.lineno for call in waiting} - {first.lineno})
-            also = f" (also {', '.join(f'line {line}' for line in lines)})" if lines else ""
+            also = name_other_lines(sorted({call.lineno for call in waiting} - {first.lineno}))
             what = ".item()" if item else ast.unparse(first)
             yield check.problem("DT032", first, f"`{what}` in every step makes the processor wait for the GPU{also}")
 
 
 def _is_waiting_for_gpu(module: SourceFile, call: ast.Call) -> bool:
     """Return whether a call waits for the GPU, other than the item of a number that was drawn on the CPU."""
-    if not isinstance(call.func, ast.Attribute) or call.func.attr != "item":
+    if not isinstance(call.func, ast.Attribute) or call.func.attr not in ("item", "cpu", "tolist"):
         return True
+    if call.func.attr != "item":
+        above = module.parents.get(call)
+        read_on = isinstance(above, ast.Attribute) and above.attr in ("item", "tolist")  # which waits, too
+        return _RESULT.search(ast.unparse(call.func.value).lower()) is not None and not read_on
     drawn = isinstance(call.func.value, ast.Call) and find_keyword_value(call.func.value, "device") is None
     owner = module.name(call.func.value.func) if isinstance(call.func.value, ast.Call) else None
     return not call.args and not (drawn and owner in ("torch.randint", "torch.rand", "torch.randn", "torch.randperm"))
 
 
-def _find_step_code(module: SourceFile) -> list[ast.AST]:
+def find_step_code(module: SourceFile) -> list[ast.AST]:
     """Return code that runs in every step: loops around a backward pass, and functions with one that a loop calls."""
     found: dict[ast.AST, None] = {}
     for backward in module.methods.get("backward", ()):
@@ -174,22 +182,32 @@ def _find_step_code(module: SourceFile) -> list[ast.AST]:
                     found[around] = None
             if _STEP.search(function.name) or any(around is not None for _, around in loops):
                 found[function] = None
+    for name in module.functions if module.methods.get("backward") and not module.is_test_file else ():
+        if _STEP.search(name):
+            found |= dict.fromkeys(module.functions[name])
     return list(found)
 
 
 _STEP = re.compile(r"(?:^|_)(?:train|training|run|optimi[sz]ation)_(?:step|batch|iteration|iter)$")
 """Pattern of names of functions that are one step, regardless of the caller."""
+_RESULT = re.compile(r"loss|\bacc\b|accuracy|pred|output|logits|correct")
+"""Pattern of values that a step computes on the GPU."""
 _EVERY_STEP = re.compile(
-    r"^(?:not )?(?:torch\.cuda\.is_available\(\)|(?:self\.)?(?:use_)?(?:cuda|gpu)"
+    r"^[^<>]*% [\w.]*accum\w* == 0$|\.sync_gradients$"
+    r"|^(?:not )?(?:torch\.cuda\.is_available\(\)|(?:self\.)?(?:use_)?(?:cuda|gpu)"
     r"|(?:self\.)?device(?:\.type|_type)? == .cuda.)$"
 )
-"""Pattern of a condition that holds in all steps of a training run on GPUs."""
+"""Pattern of a condition that holds in all steps of a training run on GPUs, or in all updates."""
 
 
 def _in_each_step(module: SourceFile, call: ast.Call, step: ast.AST) -> bool:
     """Return whether every step reaches a call, without a condition or a loop over other batches in between."""
+    first = min((backward.lineno for backward in module.find_calls_below(step, "backward")), default=0)
+    leaves = [one for one in step.body if isinstance(one, ast.If)] if isinstance(step, Function) else []
+    if any(isinstance(one.body[-1], ast.Return) and first < one.lineno < call.lineno for one in leaves):
+        return False  # `if not should_log(): return`
     return module.scope(call) in (step, module.scope(step)) and not any(
-        (isinstance(parent, ast.If | ast.While) and not _EVERY_STEP.match(ast.unparse(parent.test)))
+        (isinstance(parent, ast.If | ast.While) and not _EVERY_STEP.search(ast.unparse(parent.test)))
         or (isinstance(parent, ast.For) and re.search(r"loader|batches|data", ast.unparse(parent.iter)))
         for parent, _ in module.chain(call)
         if parent is not step and module.is_node_within(parent, step)

@@ -65,13 +65,9 @@ def _is_built_on_cpu(check: CheckContext, wrap: ast.Call) -> bool:
         return False
     if re.search(r"device|cuda", ast.unparse(argument)):
         return False
-    classes = [
-        definition
-        for definition in check.module.nodes_of(ast.ClassDef)
-        if definition.name == format_dotted_name(argument.func)
-    ]
-    if classes:
-        return not re.search(r"\.to\(|\.cuda\(|device", ast.unparse(classes[-1]))
+    made = check.module.classes.get(format_dotted_name(argument.func) or "")
+    if made is not None:
+        return not re.search(r"\.to\(|\.cuda\(|device", ast.unparse(made))
     return (check.module.name(argument.func) or "").startswith("torch.nn.")
 
 
@@ -147,15 +143,11 @@ def _asked_for(check: CheckContext, node: ast.Attribute) -> bool:
 def check_prefixed_state(check: CheckContext) -> Iterator[Problem]:
     """Check rule DT022: state with the prefix `module.`."""
     module = check.module
-    saves = [call for name in module.methods if re.match(r"save_?(?:checkpoint|model|state|ckpt)", name)
-             for call in module.methods[name]]  # fmt: skip
+    saves = [call for name in module.methods for call in module.methods[name]
+             if re.match(r"save_?(?:checkpoint|model|state|ckpt|snapshot|weights|on_master)", name)]  # fmt: skip
     for save in [*module.calls_of("torch.save"), *saves]:
         kept = [value for given in save.args[:1] for value in module.values(given)]
-        states = [
-            one
-            for one in kept
-            if isinstance(one, ast.Call) and (format_dotted_name(one.func) or "").endswith(".state_dict")
-        ]
+        states = [call for one in kept for call in module.find_calls_below(one, "state_dict")]
         for call in dict.fromkeys([*module.find_calls_below(save, "state_dict"), *states]):
             if not isinstance(call.func, ast.Attribute):
                 continue
@@ -169,7 +161,7 @@ def check_prefixed_state(check: CheckContext) -> Iterator[Problem]:
 
 
 def _prefixed_if_distributed(module: SourceFile, call: ast.Call) -> bool:
-    """Return whether a model that is wrapped only with several ranks is saved directly, and never loaded directly."""
+    """Return whether a model that is wrapped only with several ranks is saved directly."""
     owner = call.func.value if isinstance(call.func, ast.Attribute) else None
     name = format_dotted_name(owner) if owner is not None else None
     if owner is None or name is None or not can_be_wrapped(module, owner, "ddp"):
@@ -179,12 +171,7 @@ def _prefixed_if_distributed(module: SourceFile, call: ast.Call) -> bool:
         for value in find_value_origins(module, owner)
     ):
         return False  # unwrapped where the model is wrapped
-    loads = [
-        format_dotted_name(one.func.value)
-        for one in module.methods.get("load_state_dict", ())
-        if isinstance(one.func, ast.Attribute)
-    ]
-    return name not in loads and f"{name}.module" not in ast.unparse(module.statement(call))
+    return f"{name}.module" not in ast.unparse(module.statement(call))
 
 
 def check_optimizer_before(check: CheckContext) -> Iterator[Problem]:
@@ -292,6 +279,9 @@ def check_unknown_keyword(check: CheckContext) -> Iterator[Problem]:
             yield check.problem(
                 "DT026", call, "torch.cuda.nccl.is_available needs tensors", fix="torch.distributed.is_nccl_available()"
             )
+    for call in check.module.calls_of("torch.distributed.broadcast"):
+        if len(call.args) == 1 and not {"src", "group_src", None} & {one.arg for one in call.keywords}:
+            yield check.problem("DT026", call, "broadcast needs the rank that sends", fix="src=0")
     for name, allowed in KEYWORDS.items():
         for call in check.module.calls_of(name):
             for argument in call.keywords:

@@ -322,3 +322,39 @@ def test_a_policy_without_its_setting() -> None:
     code = "from torch.distributed.fsdp.wrap import {0}\nmodel = FSDP(Net(), auto_wrap_policy={0})\n"
     assert "DT048" in found(code.format("transformer_auto_wrap_policy"))
     assert "DT048" not in found(code.format("size_based_auto_wrap_policy"))  # its setting has a default
+
+
+def test_a_loop_that_another_file_runs_under_ddp_accumulates(tmp_path: Path) -> None:
+    loop = (
+        "def train(args, model, loader, optimizer):\n    for i, batch in enumerate(loader):\n"
+        "        model(batch).backward()\n        if (i + 1) % args.accumulate == 0:\n            optimizer.step()\n"
+    )
+    program = "from loop import train\n" + START + "train(args, DDP(net), loader, optimizer)\n"
+    assert ("loop", "DT009") in said(tmp_path, loop=loop, program=program)
+
+
+def test_a_loop_that_one_process_runs_does_not_accumulate_too_often(tmp_path: Path) -> None:
+    loop = (
+        "def train(args, model, loader, optimizer):\n    for i, batch in enumerate(loader):\n"
+        "        model(batch).backward()\n        if (i + 1) % args.accumulate == 0:\n            optimizer.step()\n"
+    )
+    assert not said(tmp_path, loop=loop, program="from loop import train\ntrain(args, net, loader, optimizer)\n")
+
+
+def test_a_batch_that_another_file_skips_leaves_the_other_ranks_waiting(tmp_path: Path) -> None:
+    loop = (
+        "def train(model, loader):\n    for images, targets in loader:\n        if any(len(t) < 1 for t in targets):\n"
+        "            continue\n        model(images, targets).backward()\n"
+    )
+    program = "from loop import train\n" + START + "train(DDP(net), loader)\n"
+    assert ("loop", "DT013") in said(tmp_path, loop=loop, program=program)
+
+
+def test_a_helper_of_another_file_that_asks_the_hub_is_reported_at_its_call(tmp_path: Path) -> None:
+    build = "from transformers import AutoModel\ndef build_model(name):\n    return AutoModel.from_pretrained(name)\n"
+    (tmp_path / "build.py").write_text(build)
+    call = "model = build_model('gpt2')\n"
+    begin = "from build import build_model\n" + START
+    assert ("all", "DT040") in said(tmp_path, all=begin + call)
+    (tmp_path / "all.py").unlink()
+    assert ("first", "DT040") not in said(tmp_path, first=f"{begin}with main_process_first():\n    {call}")
