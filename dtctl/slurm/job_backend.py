@@ -84,7 +84,7 @@ class JobBackend:
             # The terminal was closed, which is no request to end the job.
             raise Interrupted(f"job {self.job.job} goes on; `dtctl watch` follows it", signal=number)
         if self._cancelled_by is None:
-            self.emit(RunStopping(reason=f"signal {number}"))
+            self.emit(RunStopping(reason=signal.Signals(number).name))
             cancel_job(self.site, self.job.job)
             self._cancelled_by, self.follower.is_cancelled = number, True
             self.follower.mirror.is_stop_told = True

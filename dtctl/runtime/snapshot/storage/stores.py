@@ -40,7 +40,7 @@ class SnapshotStores:
 
 @dataclass(frozen=True, slots=True)
 class _WorkerFacts:
-    """What each worker tells the others before they look for each other's files."""
+    """Facts that each worker tells the others before they look for each other's files."""
 
     error: str | None
     leaves_file: bool
