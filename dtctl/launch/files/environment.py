@@ -196,7 +196,7 @@ class _EnvironmentSource:
         self.is_project = wanted.project is not None
         self.is_offline = wanted.wheels == "relay"
         self.may_build = trust.may_build_packages(spec)
-        """Whether packages without a wheel may be built here, which runs their code."""
+        """True if packages without a wheel may be built here, which runs their code."""
         self.state = spec.base_dir / names.STATE_DIR / FOLDER
         self.cache = spec.base_dir / names.STATE_DIR / CACHE_DIR
         self.name = "uv.lock" if self.is_project else self.path.name
