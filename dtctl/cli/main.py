@@ -100,8 +100,8 @@ def _report_other_error(exc: Exception, before: list[str], *, has_rest: bool) ->
         if hint := _suggest_usage(exc, before, has_rest=has_rest):
             output.print_hint(hint)
         return code
-    if isinstance(exc, OSError) and exc.errno == errno.ENOSPC and exc.filename is None:
-        # The command line library prints help texts itself; files are written elsewhere, with errors that name them.
+    if isinstance(exc, OSError) and _is_refused_help(exc):
+        # The command line library prints help texts itself, without the handling of errors in `output`.
         output.warn_of_lost_output(exc)
         return LaunchError.exit_code
     # The path is an argument of the command line; paths of the spec are checked elsewhere.
@@ -118,6 +118,16 @@ def _report_other_error(exc: Exception, before: list[str], *, has_rest: bool) ->
         DtctlError(f"{type(exc).__name__}: {exc}", hint="this is a bug in dtctl; please report it")
     )
     return DtctlError.exit_code
+
+
+def _is_refused_help(error: OSError) -> bool:
+    """Return whether the command line library failed while it printed a help text: none of dtctl's commands ran."""
+    import traceback
+    from pathlib import Path
+
+    package = str(Path(__file__).parents[1])
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    return error.errno == errno.ENOSPC and bool(files) and not any(file.startswith(package) for file in files)
 
 
 def _suggest_usage(exc: Exception, before: list[str], *, has_rest: bool) -> str:

@@ -166,7 +166,7 @@ def pack_modules() -> bytes:
     for name, text in files:
         sources.update(f"\0{name}\0{text}".encode())
 
-    def pack() -> bytes:
+    def make_zip() -> bytes:
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, text in files:
@@ -176,7 +176,7 @@ def pack_modules() -> bytes:
                 )
         return buffer.getvalue()
 
-    return load_kept_file(f"launcher.{sys.implementation.cache_tag}.zip", sources.digest(), pack)
+    return load_kept_file(f"launcher.{sys.implementation.cache_tag}.zip", sources.digest(), make_zip)
 
 
 def compute_launcher_digest(launcher: bytes) -> str:

@@ -157,10 +157,10 @@ def _load_modules(answering: str, form: str) -> bytes:
 
 @functools.cache
 def _load_packed_modules(answering: str, form: str) -> bytes:
-    def pack() -> bytes:
+    def pack_form() -> bytes:
         return _pack_codes(answering) if form == "codes" else _pack_texts(answering)
 
-    return load_kept_file(f"{answering}.{sys.implementation.cache_tag}.{form}", _digest_sources(), pack)
+    return load_kept_file(f"{answering}.{sys.implementation.cache_tag}.{form}", _digest_sources(), pack_form)
 
 
 def load_kept_file(name: str, digest: bytes, pack: Callable[[], bytes]) -> bytes:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from dtctl.cli import main
 
 DTCTL = [sys.executable, "-m", "dtctl"]
 
@@ -22,6 +25,13 @@ def test_what_could_not_be_shown_is_no_success(words: list[str]) -> None:
         done = subprocess.run([*DTCTL, *words], stdout=full, stderr=subprocess.PIPE, check=False)
     assert done.returncode == 7, done.stderr
     assert b"Traceback" not in done.stderr
+
+
+def test_a_full_disk_elsewhere_is_not_taken_for_that_of_the_output(capsys: pytest.CaptureFixture[str]) -> None:
+    """An error of a file that is open has no name either."""
+    code = main._report_other_error(OSError(errno.ENOSPC, "No space left on device"), ["init"], has_rest=False)
+    printed = capsys.readouterr().err
+    assert (code, "standard output" in printed, "No space left on device" in printed) == (1, False, True)
 
 
 def test_a_project_is_made_whole_or_not_at_all(tmp_path: Path) -> None:
