@@ -20,6 +20,7 @@ import shlex
 import subprocess
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,6 +63,7 @@ CODES = {
     "dtctl lint wrong.py": 9,
     "dtctl doctor --log logs/": 9,
     "dtctl doctor --log a.log b.log --json": 9,
+    "dtctl doctor --log .dtctl/runs/RUN": 9,
     "dtctl doctor --gpu": 9,
 }
 """Command lines that end with another exit code than 0, as they should: these logs tell of a failure, and here is no
@@ -409,6 +411,10 @@ def to_examine(shell: Shell, lines: list[str], request: pytest.FixtureRequest) -
     # A benchmark for networks, made small.
     shell.names = {"NAME": "NCCL_DEBUG", "1M:1G": "1M:2M", "dtctl bench": "dtctl bench --sizes 4K:16K --repeats 2"}
     (shell.folder / "dtctl.yaml").write_text("cluster: {transport: local, slots: 2}\njob: {script: train.py}\n")
+    (shell.folder / "train.py").write_text("import os\n\nos.abort()\n")
+    # The name is new, since tests share this machine's folder for runs; the page calls the run RUN.
+    run = f"failed-{uuid.uuid4().hex[:8]}"
+    shell.type(f"! dtctl launch --name {run} && mv .dtctl/runs/{run} .dtctl/runs/RUN")
     (shell.folder / "train.py").write_text("")
     (shell.folder / "logs").mkdir()
     for name in ("logs/rank-0.log", "a.log", "b.log"):

@@ -65,7 +65,7 @@ def log_files(paths: Sequence[Path], unread: list[UnreadFile]) -> list[Path]:
     for path in paths:
         if path.is_dir():
             inside = [file for file in _files_in(path) if _is_log(file)]
-            if not inside and not dump_files([path]):
+            if not inside and not dump_files([path]) and _record_of(path) is None:
                 empty.append(path)
             found.update(dict.fromkeys(inside))
         elif path.exists():
@@ -106,12 +106,9 @@ def read_run_records(paths: Iterable[Path]) -> Iterator[LogSource]:
 
     A worker that was killed has printed nothing about it: its exit code is in the run's record alone.
     """
-    plans = dict.fromkeys(plan for path in paths if path.is_dir() and (plan := _plan_of(path)) is not None)
-    for plan in plans:
-        record = plan.parent / names.EVENTS_FILE
-        if record.is_file():
-            lines = _describe_newest_attempt(read_log_content(record).text.split("\n"))
-            yield LogSource(file=str(record), rank=None, node=None, lines=lines)
+    for record in dict.fromkeys(found for path in paths if path.is_dir() and (found := _record_of(path)) is not None):
+        lines = _describe_newest_attempt(read_log_content(record).text.split("\n"))
+        yield LogSource(file=str(record), rank=None, node=None, lines=lines)
 
 
 def _describe_newest_attempt(record: Sequence[str]) -> list[str]:
@@ -127,12 +124,23 @@ def _describe_newest_attempt(record: Sequence[str]) -> list[str]:
                 lines[number] = event.event_text
             case RunEnded() if event.status == "failed" and event.first_failure is not None:
                 lines[number] = event.first_failure.event_text
+            case RunEnded() if event.status == "failed":
+                lines[number] = f"error: the run failed: {event.error}"
     return lines
 
 
 def _plan_of(path: Path) -> Path | None:
+    return _find_run_file(path, names.PLAN_FILE)
+
+
+def _record_of(path: Path) -> Path | None:
+    return _find_run_file(path, names.EVENTS_FILE)
+
+
+def _find_run_file(path: Path, name: str) -> Path | None:
+    """Return a file of the dtctl run that the path belongs to; None if it belongs to none."""
     path = path.absolute()
-    return next((plan for folder in (path, *path.parents[:3]) if (plan := folder / names.PLAN_FILE).is_file()), None)
+    return next((file for folder in (path, *path.parents[:3]) if (file := folder / name).is_file()), None)
 
 
 def _merge_agreed_entries(tables: Sequence[dict[_Key, str]]) -> dict[_Key, str]:

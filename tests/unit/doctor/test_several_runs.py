@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from dtctl.doctor.explain.diagnose import explain_all
 from dtctl.doctor.explain.diagnosis import Explanation
+from dtctl.errors import UsageError
 
 MODULES = "Loaded module: python3/3.10\nLoaded dependency [cudnn/v8]: cuda/11.3\n"
 UNPACK = """\
@@ -140,3 +142,20 @@ def test_what_is_cleared_away_behind_the_end_is_no_failure(tmp_path: Path, end: 
 
 def test_a_rank_of_horovodrun_is_read(tmp_path: Path) -> None:
     assert told(tmp_path, "[3]<stderr>:torch.OutOfMemoryError: CUDA out of memory. Tried\n").diagnoses[0].ranks == (3,)
+
+
+@pytest.mark.parametrize("ended", [
+    {"status": "failed", "error": "/x/RUN already exists"},
+    {"status": "failed", "first_failure": {"node": "n1", "rank": 1, "signal": 6, "exit_code": None}},
+])  # fmt: skip
+def test_a_run_that_left_only_its_record_is_not_healthy(tmp_path: Path, ended: dict[str, object]) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "done", "time": 1.0, "run": "RUN", **ended}) + "\n")
+    found = explain_all([tmp_path])
+    assert found.verdict != "no-failure"
+    assert found.diagnoses[0].evidence[0].file == str(tmp_path / "events.jsonl")
+
+
+def test_a_folder_with_neither_logs_nor_a_record_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no logs"):
+        explain_all([tmp_path])
