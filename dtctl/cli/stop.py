@@ -70,9 +70,8 @@ def _stop_one_run(record: RunRecord, *, json_: bool) -> int:
         return code
     grace_s = float(record.plan().get("grace_s", 10.0))
     launcher = stopping.request_launcher_stop(record, wait_s=grace_s + 15)
-    # The nodes are queried in any case, since a query is more reliable than the launcher's record.
     cluster = build_run_cluster(record)
-    stopped = stopping.stop_on_nodes(record, cluster.targets, cluster.make_transport(), note=not launcher)
+    stopped = stopping.stop_on_nodes(record, cluster.targets, cluster.make_transport, by_launcher=launcher)
     code = _print_left_processes(record.run, stopped.left, json_=json_)
     if not json_:
         _print_stopped_step(record)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dtctl.errors import DtctlError, LaunchError
 from dtctl.launch.orphaned_runs import OrphanedRunNode, sweep_nodes
-from dtctl.launch.records.events import RunEnded
+from dtctl.launch.records.events import AttemptStarting, NodeChanged, RunEnded
 from dtctl.launch.records.record import RunRecord
 from dtctl.launch.records.run_writer import RunWriter
 from dtctl.launch.records.state import is_launcher_alive, read_run_state
@@ -39,10 +39,9 @@ def request_launcher_stop(record: RunRecord, *, wait_s: float) -> bool:
     os.kill(info.pid, signal.SIGTERM)
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
-        if read_run_state(record).over:
-            return True
         if not record.has_launcher():
-            return False  # The launcher has exited before the end of the run.
+            # A launcher that was killed meanwhile has not recorded an end.
+            return read_run_state(record).done is not None
         time.sleep(0.05)
     raise LaunchError(
         f"the launcher of run {record.run} did not stop it within {wait_s:g} s",
@@ -51,14 +50,30 @@ def request_launcher_stop(record: RunRecord, *, wait_s: float) -> bool:
     )
 
 
-def stop_on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: Transport, *, note: bool) -> StopResult:
+def read_clean_nodes(record: RunRecord) -> set[str]:
+    """Return the nodes that have counted, at the end of the newest attempt, that no process of the run is left."""
+    clean: set[str] = set()
+    for event in record.events():
+        if isinstance(event, AttemptStarting):
+            clean.clear()
+        elif isinstance(event, NodeChanged):
+            clean.discard(event.node)
+            if event.state == "stopped" and event.left == 0:
+                clean.add(event.node)
+    return clean
+
+
+def stop_on_nodes(
+    record: RunRecord, targets: Mapping[str, Target], make_transport: Callable[[], Transport], *, by_launcher: bool
+) -> StopResult:
     """End the run on its nodes, also while a launcher still watches it.
 
     Args:
         record: the run.
         targets: the run's nodes.
-        transport: transport to these nodes.
-        note: whether to record that the run is over, because its launcher has not done so.
+        make_transport: makes the transport to these nodes, which may begin to call all of them.
+        by_launcher: whether the run's launcher has just ended it. Then only the nodes are queried that have not told
+            the launcher that nothing is left; else all of them, and the end of the run is recorded.
 
     Raises:
         LaunchError: the run has no plan, so it was never started, or the plan is incomplete.
@@ -69,9 +84,15 @@ def stop_on_nodes(record: RunRecord, targets: Mapping[str, Target], transport: T
         for node in plan["nodes"]
         if node["name"] in targets
     ]
+    clean = read_clean_nodes(record) if by_launcher else set()
     grace_s = float(plan.get("grace_s", GRACE_S))
-    left_behind = sweep_nodes(nodes, transport, run=record.run, token=record.info().token, grace_s=grace_s)
-    if note and not read_run_state(record).done:
+    unknown = [node for node in nodes if node.target.name not in clean]
+    left_behind: dict[str, int | DtctlError] = {node.target.name: 0 for node in nodes}
+    if unknown:
+        left_behind |= sweep_nodes(
+            unknown, make_transport(), run=record.run, token=record.info().token, grace_s=grace_s
+        )
+    if not by_launcher and not read_run_state(record).done:
         counts = [answer for answer in left_behind.values() if isinstance(answer, int)]
         left = sum(counts) if len(counts) == len(left_behind) else None
         RunWriter(record.folder).append_event(

@@ -132,21 +132,15 @@ class ClusterResources(SlurmAnswer):
     """Columns of sinfo: name, partition, state, gres, features."""
 
 
-class RunFolder(SlurmAnswer):
-    """Report that the run's folder exists."""
+class SubmissionSite(ClusterResources):
+    """Resources of the cluster, and the place of a run's folder, which does not exist yet."""
 
     op = "place"
     folder: str = define_record_key(check_path)
 
 
-class RunFolderFilled(SlurmAnswer):
-    """Report that the run's folder has its files."""
-
-    op = "fill"
-
-
 class SbatchResult(SlurmAnswer):
-    """Result of sbatch: its exit code, its messages, and the job's number."""
+    """Result of sbatch in the run's new folder: its exit code, its messages, and the job's number."""
 
     op = "submit"
     code: int = define_record_key(make_integer_check(-255, 255))
@@ -235,7 +229,7 @@ def parse_login_answer(kind: type[A], request: Mapping[str, Any], output: str, *
     if isinstance(document, dict) and "error" in document:
         raise SlurmRequestRefused(validate_node_value(_ErrorAnswer.parse, document, subject=subject, node=node).error)
     answer = validate_node_value(kind.parse, document, subject=subject, node=node)
-    if isinstance(answer, RunFolder):
+    if isinstance(answer, SubmissionSite):
         validate_node_value(lambda folder: _is_place(folder, request), answer.folder, subject=subject, node=node)
     if isinstance(answer, SbatchResult) and not answer.code:
         validate_node_value(_check_job_number, answer.job, subject=subject, node=node)

@@ -24,7 +24,7 @@ from dtctl.launch.records.run_writer import prepare_state_folder
 from dtctl.plan.environment import read_job_secrets
 from dtctl.plan.model import Plan
 from dtctl.slurm import arrays, batch, remote_commands
-from dtctl.slurm.answers import ClusterResources, RunFolder, RunFolderFilled, SbatchResult
+from dtctl.slurm.answers import ClusterResources, SbatchResult, SubmissionSite
 from dtctl.slurm.job_file import LAUNCHER_FILE
 from dtctl.slurm.job_output import JOB_LOG
 from dtctl.slurm.job_ref import JobRef
@@ -102,13 +102,14 @@ def submit_job(
             check_program_files(each, code.tree)
     python = choose_site_python(spec, site)
     spares = 0 if spec.is_plain else len(resolve_spares(spec))
-    away = check_offer(spec, plan, spares, remote_commands.send_login_request(site, python, ClusterResources))
     workdir = (
         spec.cluster.workdir
         if isinstance(site, LoginCommandHost)
         else str(prepare_state_folder(spec.base_dir, "slurm").parent)
     )
-    folder = Path(remote_commands.send_login_request(site, python, RunFolder, workdir=workdir, run=run).folder)
+    place = remote_commands.send_login_request(site, python, SubmissionSite, workdir=workdir, run=run)
+    away = check_offer(spec, plan, spares, place)
+    folder = Path(place.folder)
     code_folder = (
         _push_job_code(site, code, folder, python=python, workdir=workdir) if code is not None else spec.code_folder
     )
@@ -124,10 +125,6 @@ def submit_job(
         secrets[names.INDEX_CREDENTIALS] = json.dumps(dict(environment.locked.credentials))
     binary = {LAUNCHER_FILE: base64.b64encode(launcher).decode()} if launcher else {}
     task_folders = [str(index) for index in tasks] if followed else []
-    remote_commands.send_login_request(
-        site, python, RunFolderFilled, folder=str(folder), code=code_folder, pushed=code is not None, files=files,
-        binary=binary, folders=task_folders, earlier=earlier, outputs=list(spec.job.outputs),
-    )  # fmt: skip
     if out is not None:
         write_batch_file(out, text.encode())
     ref = JobRef(
@@ -141,8 +138,10 @@ def submit_job(
     if before is not None:
         before(ref)
     answer = remote_commands.send_login_request(
-        site, python, SbatchResult, folder=str(folder), env=secrets, test=not away
-    )
+        site, python, SbatchResult, folder=str(folder), code=code_folder, pushed=code is not None, files=files,
+        binary=binary, folders=task_folders, earlier=earlier, outputs=list(spec.job.outputs), env=secrets,
+        test=not away,
+    )  # fmt: skip
     if answer.code:
         raise LaunchError(
             f"Slurm refuses the job: {format_sbatch_messages(answer.said)}", where=str(out or folder / names.BATCH_FILE)
@@ -340,6 +339,8 @@ def _push_job_code(site: CommandHost, code: CodePush, folder: Path, *, python: s
     if isinstance(site, LoginCommandHost):
         return remote_commands.push_code_to_login(site, code, python=python, workdir=workdir)
     try:
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700)
         _copy_tree_files(code.tree, folder / run_workdir.FOLDER)
     except OSError as exc:
         raise UsageError(f"the code cannot be copied: {exc.strerror}", where=str(exc.filename or folder)) from exc

@@ -328,8 +328,14 @@ def build_opening_bytes(workdir: str, answering: str, *, has_texts: bool = False
     """
     codes = _load_modules(answering, "codes")
     texts = load_texts(answering) if has_texts else b""
-    facts = f"PACKAGES = {PACKAGES!r}\nCOMPILED_FOR = {_compiled_for()!r}\n"
-    loader = zlib.compress((facts + _REPORT_ERROR + _LOADER).encode(), 9)
     folder = workdir.encode()
     sizes = b"%08d%08d%08d" % (len(folder), len(texts), len(codes))
-    return b"%06d" % len(loader) + loader + sizes + folder + texts + codes
+    return _compress_loader() + sizes + folder + texts + codes
+
+
+@functools.cache
+def _compress_loader() -> bytes:
+    """Return the loader with its length, which is the same for all nodes."""
+    facts = f"PACKAGES = {PACKAGES!r}\nCOMPILED_FOR = {_compiled_for()!r}\n"
+    loader = zlib.compress((facts + _REPORT_ERROR + _LOADER).encode(), 9)
+    return b"%06d" % len(loader) + loader

@@ -67,20 +67,23 @@ def list_partitions(_: Json) -> Json:
     }
 
 
-def create_run_folder(request: Json) -> Json:
-    """Make the folder of a run below the work folder, private to its user, if jobs can be submitted here."""
+def describe_submission_site(request: Json) -> Json:
+    """Return what `list_partitions` does, and the path of a run's folder, if jobs can be submitted here."""
     if shutil.which("sbatch") is None:
         return {"error": "sbatch: not found"}
     folder = os.path.join(os.path.realpath(os.path.expanduser(request["workdir"])), "slurm", request["run"])
-    os.makedirs(folder)
-    return {"folder": folder}
+    return {"folder": folder, **list_partitions(request)}
 
 
 def fill_run_folder(request: Json) -> Json:
-    """Write files and a copy of the code into the run's folder, so that an edit does not change a waiting job."""
+    """Write files and a copy of the code into the run's folder, so that an edit does not change a waiting job.
+
+    The folder is made, private to its user; it exists only if the control machine has copied the code into it.
+    """
     folder, code = request["folder"], os.path.expanduser(request["code"])
     if code and not os.path.isdir(code):
         return {"error": "%s does not exist, and `job.files.push` is false" % code}
+    os.makedirs(folder, exist_ok=request["pushed"] and not code)
     try:
         run_workdir.prepare_working_folder(
             folder, code, request["outputs"], request["earlier"], request["pushed"], may_mount=False
@@ -107,7 +110,13 @@ def count_run_outputs(request: Json) -> Json:
 
 
 def submit_batch_file(request: Json) -> Json:
-    """Test the batch file and submit it; secrets are part of the request, so that no argument list shows them."""
+    """Fill the run's folder, test its batch file and submit it.
+
+    Secrets are part of the request, so that no argument list shows them.
+    """
+    filled = fill_run_folder(request)
+    if filled:
+        return filled
     file = os.path.join(request["folder"], "job.sbatch")
     os.umask(int(os.environ["DTCTL_UMASK"], 8))  # Slurm gives the umask of sbatch to the job.
     with open(file, encoding="utf-8") as opened:
@@ -505,8 +514,7 @@ def count_over_ssh(nodes: list[str], ids: str) -> dict[str, int | None]:
 
 OPS = {
     "offer": list_partitions,
-    "place": create_run_folder,
-    "fill": fill_run_folder,
+    "place": describe_submission_site,
     "submit": submit_batch_file,
     "find": find_submitted_jobs,
     "test": test_batch_file,

@@ -34,6 +34,8 @@ AWAY_S = 3.0
 """Seconds between two passes of the loop from which the process was paused; a pass without messages takes 0.2 s."""
 
 
+STALL_CHECK_S = 0.2
+"""Seconds between two checks of all nodes' preparations for progress."""
 PROBE_S = 5.0
 """Seconds in which a node has to report a free port."""
 PUSH_REPORT_S = 0.5
@@ -133,16 +135,18 @@ class NodeSessions:
         waiting = set(names)
         descriptions: dict[str, NodeDescription] = {}
         failures: dict[str, DtctlError] = {}
+        checked = time.monotonic()
         while waiting and not self.signals:
-            message = self.next_message(0.2)
-            for name in [name for name in self.sessions if name in waiting]:
-                if (error := self.find_stall(self.sessions[name])) is not None:
+            message = self.next_message(STALL_CHECK_S)
+            if message is None or time.monotonic() - checked >= STALL_CHECK_S:
+                for name, error in self._find_stalled_nodes(waiting).items():
                     self.sessions[name].close()
                     failures[name] = error
                     waiting.discard(name)
                     self._pushes.remove(name)
                     self.emit(NodeChanged(node=name, state="failed", error=str(error)))
-            self._emit_push_totals()
+                self._emit_push_totals()
+                checked = time.monotonic()
             if (
                 message is None
                 or message.session.name in failures
@@ -160,6 +164,11 @@ class NodeSessions:
                 case NodeReady():
                     waiting.discard(name)
         return descriptions, {name: failures[name] for name in self.sessions if name in failures}
+
+    def _find_stalled_nodes(self, names: set[str]) -> dict[str, DtctlError]:
+        """Return the errors of those of the nodes whose preparation makes no progress, in node rank order."""
+        errors = {name: self.find_stall(session) for name, session in self.sessions.items() if name in names}
+        return {name: error for name, error in errors.items() if error is not None}
 
     def emit_preparation(self, message: NodeMessage) -> None:
         """Emit the progress of a node's preparation."""

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from dtctl.launch.control.copying import CheckpointCopier
     from dtctl.launch.control.placement import NodeReplacer
 
+BURST_S = 0.1
+"""Seconds for which messages that have arrived together are handled before the time limits are checked once: both the
+messages and the cost of a check grow with the number of nodes."""
 GATHERINGS = 5
 """Number of times that the nodes of an attempt are gathered, if some are lost again before the attempt begins."""
 
@@ -131,8 +134,12 @@ class NodesBackend:
         if self.copying is not None:
             self.copying.report()
         attempt.nodes.reset_node_deadlines()
-        if message is not None:
+        burst_end = time.monotonic() + BURST_S
+        while message is not None:
             attempt.handle(message)
+            if self.gang.signals or not self.is_running or time.monotonic() > burst_end:
+                break
+            message = self.gang.next_message(0.0)
         if attempt.nodes.all_started and not self._started:
             self._started = True
             if self.launch_s is None:

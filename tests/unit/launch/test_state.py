@@ -143,9 +143,20 @@ def test_stop_waits_for_the_launcher(tmp_path: Path, sleeper: subprocess.Popen[b
     assert sleeper.wait(60) == -15
 
 
+def test_only_nodes_that_counted_no_process_at_the_end_are_not_queried_again(tmp_path: Path) -> None:
+    def node(name: str, state: str, **facts: object) -> dict[str, object]:
+        return {"event": "node", "node": name, "state": state, **facts}
+
+    record = record_of(
+        tmp_path, PLAN, node("d", "stopped", left=0), {"event": "start"}, node("a", "stopped", left=0),
+        node("b", "stopped", left=2), node("c", "lost", left=None), node("e", "stopped", left=0), node("e", "running"),
+    )  # fmt: skip
+    assert stop.read_clean_nodes(record) == {"a"}, "d is of an earlier attempt, and e has started again"
+
+
 def test_a_run_without_a_plan_has_nothing_to_stop(tmp_path: Path) -> None:
     with raises(LaunchError, "never started"):
-        stop.stop_on_nodes(record_of(tmp_path, PLAN), {}, None, note=True)  # type: ignore[arg-type]
+        stop.stop_on_nodes(record_of(tmp_path, PLAN), {}, None, by_launcher=False)  # type: ignore[arg-type]
 
 
 def test_why_it_was_started_again(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from dtctl.errors import NodeError
 from dtctl.slurm import answers
 from dtctl.supervisor import slurm_commands
 
-KINDS = {kind.op: kind for kind in answers.SlurmAnswer.__subclasses__()}
+DIRECT = answers.SlurmAnswer.__subclasses__()
+KINDS = {kind.op: kind for parent in DIRECT for kind in (parent, *parent.__subclasses__())}
 
 
 def test_there_is_a_type_for_every_request() -> None:
@@ -38,6 +39,7 @@ def test_a_refusal_is_told_from_an_answer() -> None:
 
 
 STATE = {"JobState": "RUNNING"}
+NO_OFFER: dict[str, Any] = {"partitions": [], "nodes": []}
 ODD: list[tuple[str, Any]] = [
     ("look", {"job": {}, "files": {}}),
     ("look", {"job": {"JobState": ["x"]}, "files": {}}),
@@ -64,10 +66,10 @@ ODD: list[tuple[str, Any]] = [
     ("look", {"job": STATE, "files": {"job.log": [-1, ""]}}),
     ("look", {"job": STATE, "files": {"job.log": [0, "%%%"]}}),
     ("look", {"job": STATE, "files": {"job.log": "x"}}),
-    ("place", {"folder": "/home/me"}),
-    ("place", {"folder": "slurm/one"}),
-    ("place", {"folder": "/x/slurm/two"}),
-    ("place", {"folder": "/x\n/slurm/one"}),
+    ("place", {**NO_OFFER, "folder": "/home/me"}),
+    ("place", {**NO_OFFER, "folder": "slurm/one"}),
+    ("place", {**NO_OFFER, "folder": "/x/slurm/two"}),
+    ("place", {**NO_OFFER, "folder": "/x\n/slurm/one"}),
     ("submit", {"code": 0}),
     ("submit", {"code": 0, "job": "1; rm -rf ~"}),
     ("submit", {"code": 0, "job": 7}),
