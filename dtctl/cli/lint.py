@@ -48,6 +48,7 @@ def lint(
         ),
     ] = None,
     format_: Annotated[OutputFormat, typer.Option("--format", help="Output format.")] = OutputFormat.text,
+    json_: Annotated[bool, typer.Option("--json", help="JSON on standard output, as with --format json.")] = False,
     fix: Annotated[bool, typer.Option("--fix", help="Apply the fixes that need no decision.")] = False,
     select: Annotated[str, typer.Option("--select", metavar="RULES", help="Only these rules: DT004,DT011.")] = "",
     severity: Annotated[
@@ -66,6 +67,7 @@ def lint(
 
     `# dtctl: ignore[DT004]` on a line suppresses one.
     """
+    format_ = OutputFormat.json if json_ else format_
     if list_:
         return _print_rule_list(format_)
     if explain is not None:

@@ -43,6 +43,8 @@ SENT_AS_TEXT = frozenset(
 )
 """Modules that few runs import. Compressed text is half as long as code, and a node compiles it when it is imported."""
 MAX_PACKED_BYTES = 4 << 20
+MAX_KEPT_VERSIONS = 4
+"""Number of versions of dtctl whose packed files are kept."""
 
 # This is one line, because some login shells (csh) do not accept a newline inside quotes.
 _FIRST = (
@@ -173,7 +175,8 @@ def load_kept_file(name: str, digest: bytes, pack: Callable[[], bytes]) -> bytes
     """
     cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     folder = os.path.join(cache, "dtctl", "program")
-    path = os.path.join(folder, name)
+    # Two versions of dtctl that are used in turn do not overwrite each other's files.
+    path = os.path.join(folder, f"{name}.{digest.hex()[:12]}")
     with contextlib.suppress(OSError):  # This includes a folder that others may write to.
         folders.check_private(folder)
         kept = folders.read_regular(path, MAX_PACKED_BYTES)
@@ -185,6 +188,9 @@ def load_kept_file(name: str, digest: bytes, pack: Callable[[], bytes]) -> bytes
     with contextlib.suppress(OSError):  # Without the file, the next launch packs again.
         folders.make_private(folder)
         write_atomically(path, digest + hashlib.sha256(packed).digest() + packed)
+        kept_paths = [entry.path for entry in os.scandir(folder) if entry.name.startswith(f"{name}.")]
+        for old in sorted(kept_paths, key=os.path.getmtime)[:-MAX_KEPT_VERSIONS]:
+            os.unlink(old)
     return packed
 
 

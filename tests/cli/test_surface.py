@@ -95,7 +95,7 @@ def test_the_commands() -> None:
         ("render", "--target --out --name --set --apply --delete --logs"),
         ("sbatch", "--out --submit --plain --set --yes --json"),
         ("advise", "--config --model --params --gpus --gpu-memory --batch --write --measure --plot --json"),
-        ("lint", "--format --fix --select --severity --spec --explain"),
+        ("lint", "--format --json --fix --select --severity --spec --explain"),
         ("report", "--out"),
         ("bench", "--op --sizes --backend --repeats --training --plot --set --json"),
     ],

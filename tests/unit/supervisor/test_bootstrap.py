@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import hashlib
 import lzma
 import os
 import py_compile
@@ -147,6 +148,25 @@ def test_packed_modules_are_kept_for_the_next_launch(tmp_path: Path, monkeypatch
     before = len(packed)
     assert (load(), len(packed)) == (first, before + 1)
     bootstrap._load_packed_modules.cache_clear()
+
+
+def test_versions_that_are_used_in_turn_are_packed_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    packed: list[int] = []
+
+    def load(version: int) -> bytes:
+        def pack() -> bytes:
+            packed.append(version)
+            return b"program %d" % version
+
+        return bootstrap.load_kept_file("a", hashlib.sha256(b"%d" % version).digest(), pack)
+
+    for version in (1, 2, 1, 2):
+        assert load(version) == b"program %d" % version
+    assert packed == [1, 2]
+    for version in range(3, 12):
+        load(version)
+    assert len([*(tmp_path / "dtctl" / "program").iterdir()]) == bootstrap.MAX_KEPT_VERSIONS
 
 
 PLANTED = "raise SystemExit('not ours')\n"
