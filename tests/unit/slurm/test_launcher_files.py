@@ -119,7 +119,7 @@ def test_the_zip_is_packed_once_and_again_after_a_change(tmp_path: Path, monkeyp
 def test_a_damaged_kept_zip_is_packed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = pack_modules()
-    (kept,) = tmp_path.rglob("launcher.*.zip")
+    (kept,) = tmp_path.rglob("launcher.*.zip.*")
     kept.write_bytes(damage)
     assert pack_modules() == first
 
