@@ -27,8 +27,9 @@ from dtctl.doctor.explain.timeline import (
 NEAR = 400
 """Number of lines before a diagnosis within which an unknown error may be its cause."""
 _BY_SIGNAL = frozenset(
-    ("killed", "segfault", "crashed", "signalled", "bus-error", "aborted", "cancelled", "agent-signalled")
-)
+    ("killed", "segfault", "crashed", "signalled", "bus-error", "aborted", "cancelled", "agent-signalled",
+     "loader-exited")
+)  # fmt: skip
 """Kinds that show how a process or a job ended, but not why."""
 _BY_CLASS = frozenset(
     ("bad-data", "bad-sample", "bad-configuration", "compile-failed", "download-failed", "gpu-error", "network-error")
