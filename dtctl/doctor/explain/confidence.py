@@ -27,13 +27,16 @@ from dtctl.doctor.explain.timeline import (
 NEAR = 400
 """Number of lines before a diagnosis within which an unknown error may be its cause."""
 _BY_SIGNAL = frozenset(
-    ("killed", "segfault", "crashed", "signalled", "bus-error", "aborted", "cancelled", "agent-signalled")
-)
+    ("killed", "segfault", "crashed", "signalled", "bus-error", "aborted", "cancelled", "agent-signalled",
+     "loader-exited")
+)  # fmt: skip
 """Kinds that show how a process or a job ended, but not why."""
 _BY_CLASS = frozenset(
     ("bad-data", "bad-sample", "bad-configuration", "compile-failed", "download-failed", "gpu-error", "network-error")
 )
 """Kinds that follow from the class and the module of an exception, regardless of its message."""
+_OF_COMMANDS = frozenset(("missing-file", "missing-script", "command-missing"))
+"""Kinds of errors of single commands, after which a script goes on."""
 LAST_LINES = 12
 """Number of lines at the end of a log that a process may still print after the cause, while it ends."""
 
@@ -56,6 +59,8 @@ def compute_confidence(
         combined: highest confidence that combined facts allow; None if there are only the lines of the cause.
     """
     most = _compute_confidence_limit(candidate) if combined is None else combined
+    if _has_script_gone_on(candidate.hits[-1], found):
+        return "low"
     if most != "high":
         return most
     supported = combined == "high" or _is_fatal(candidate.hits, found)
@@ -110,6 +115,22 @@ def _has_two_sources(hits: Sequence[SignatureMatch]) -> bool:
     """Return whether kernel and process both report the error; a launcher only repeats the process."""
     voices = {classify_finding_source(hit) for hit in hits if not hit.survived}
     return "kernel" in voices and bool(voices & {"program", "library", "traceback"})
+
+
+def _has_script_gone_on(last: SignatureMatch, found: LogFindings) -> bool:
+    """Return whether a script called further commands, which failed too, after one that had missed a file."""
+    return (
+        last.signature.id in _OF_COMMANDS
+        and last.raised is None
+        and any(
+            hit.signature.id in _OF_COMMANDS
+            and hit.signature.id != last.signature.id
+            and hit.raised is None
+            and hit.line.file == last.line.file
+            and hit.order > last.order
+            for hit in found.hits
+        )
+    )
 
 
 def _is_fatal(hits: Sequence[SignatureMatch], found: LogFindings) -> bool:

@@ -522,8 +522,8 @@ def _is_os(name: str) -> bool:
 
 def _is_library_fault(raised: PrintedException, libraries: list[str]) -> bool:
     """Return whether an incompatibility is in a library: it was raised there, or names a library."""
-    if libraries and libraries[-1]:
-        return True
+    if libraries and libraries[-1]:  # torch only passes on the arguments of a module or a function
+        return not raised.frames[-1].path.endswith(("torch/nn/modules/module.py", "torch/utils/checkpoint.py"))
     named = re.search(
         r"module '([\w.]+)' has no attribute|cannot import name .* from '([\w.]+)'|on <module '([\w.]+)' from",
         raised.text,

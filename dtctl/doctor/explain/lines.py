@@ -14,7 +14,7 @@ _DECORATION = re.compile(
 )
 _UNSHOWN = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 """Pattern of characters that a terminal interprets instead of showing them, except for tabs."""
-_BAR = re.compile(r"^.*\[\d[\d:]*(?:<[\d:?]+)?, +[^\[\]]*(?:/s|s/\w+)[^\[\]]*\](?=\S)")
+_BAR = re.compile(r"^.*\[\d[\d:]*(?:<[\d:?]+)?, +[^\[\]]*(?:/s|s/\w+)[^\[\]]*\]\s*(?=\S)")
 """Pattern of a progress bar without a line end, after which a process has printed something else in the same line."""
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
 _ISO = r"\[?(?P<iso>\d{4}[-/]\d\d[-/]\d\d[T_ ]" + _CLOCK + r")(?:Z|[+-]\d\d:?\d\d)?\]?[ |:-]*"

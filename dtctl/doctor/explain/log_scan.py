@@ -11,7 +11,7 @@ from dtctl.doctor.explain import activity, attribution, collective, exception_cl
 from dtctl.doctor.explain.launchers import ReportedExit
 from dtctl.doctor.explain.lines import PROGRESS, LogLine, parse_log_line
 from dtctl.doctor.explain.log_findings import LogFindings, LogSource, SignatureMatch
-from dtctl.doctor.explain.several_runs import LASTING, RunStartFinder, mark_earlier_runs
+from dtctl.doctor.explain.several_runs import LASTING, RunStartFinder, is_of_a_parent, mark_earlier_runs
 from dtctl.doctor.explain.signatures import Signature
 from dtctl.doctor.explain.tracebacks import TracebackReader
 
@@ -330,7 +330,7 @@ class _LogScanner:
         for hit in kept:
             if hit.rank is None and not hit.ranks:
                 hit.rank = self._rank_of_process(hit.line)
-            if _by_a_shell(hit) and any(_ran_without(hit, other) for other in kept):
+            if _ended_one_command(hit) and any(_ran_without(hit, other) for other in kept):
                 hit.survived = True
         self.found.hits = kept
         self.found.complaints = [hit for hit in self.found.complaints if not hit.survived]
@@ -459,10 +459,16 @@ def _by_a_shell(hit: SignatureMatch) -> bool:
     return hit.signature.id in BY_A_SHELL and hit.raised is None
 
 
+def _ended_one_command(hit: SignatureMatch) -> bool:
+    """Return whether a line only shows that one command of a script failed."""
+    return _by_a_shell(hit) or (hit.signature.id == "bad-arguments" and hit.raised is None)
+
+
 def _ran_without(missed: SignatureMatch, other: SignatureMatch) -> bool:
-    """Return whether the program started although a shell did not find a command, and failed for another reason."""
+    """Return whether a program ran although a command before it had failed, and failed for another reason."""
     return (
         other.uncaught
+        and not (missed.signature.id == "bad-arguments" and (is_of_a_parent(other) or other.rank is not None))
         and other.line.file == missed.line.file
         and other.line.number > missed.line.number
         and other.signature.id not in _WANTS_THE_ENVIRONMENT

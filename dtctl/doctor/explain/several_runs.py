@@ -75,7 +75,7 @@ def _find_last_start(found: LogFindings, hits: Sequence[SignatureMatch], starts:
         is_start = line > first_end and (is_whole or is_one_process)
         if is_start and _says_more(line, hits, starts, lines):
             candidates.append(line)
-    crashes = [hit for hit in ends if hit.uncaught and not _of_a_parent(hit)]
+    crashes = [hit for hit in ends if hit.uncaught and not is_of_a_parent(hit)]
     if is_one_process and len(crashes) > 1 and crashes[-1] is ends[-1] and all(hit.line.pid is None for hit in crashes):
         candidates.append(crashes[-2].line.number + 1)
     if ends[-1].signature.id in LASTING and starts.steps >= ANOTHER_RUN:
@@ -89,7 +89,7 @@ def _says_more(start: int, hits: Sequence[SignatureMatch], starts: RunStartFinde
     return long or starts.went_on > start or any(hit.line.number > start for hit in hits)
 
 
-def _of_a_parent(hit: SignatureMatch) -> bool:
+def is_of_a_parent(hit: SignatureMatch) -> bool:
     """Return whether an exception only reports that another process has ended, or was ended."""
     return hit.raised is not None and (
         hit.raised.short in exception_classes.PASSING_ON or hit.raised.short == "SignalException"
@@ -98,7 +98,7 @@ def _of_a_parent(hit: SignatureMatch) -> bool:
 
 def _of_several_processes(hit: SignatureMatch) -> bool:
     """Return whether a finding shows several processes: the exit of a rank, or the loss of a peer."""
-    lost = hit.raised is not None and hit.signature.role in ("effect", "symptom") and not _of_a_parent(hit)
+    lost = hit.raised is not None and hit.signature.role in ("effect", "symptom") and not is_of_a_parent(hit)
     return (hit.end is not None and bool(hit.end.ranks)) or (lost and hit.signature.id != "interrupted")
 
 
