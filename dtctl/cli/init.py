@@ -24,6 +24,9 @@ def init(
     force: Annotated[
         bool, typer.Option("--force", help="Write into a folder that has files, and replace those of the same name.")
     ] = False,
+    spec_only: Annotated[
+        bool, typer.Option("--spec-only", help="Write dtctl.yaml alone, for a program that you have.")
+    ] = False,
 ) -> None:
     """Create a new project from a template."""
     from dtctl.errors import UsageError
@@ -37,9 +40,10 @@ def init(
         return
     if folder is None:
         raise UsageError("the new project needs a folder", hint="dtctl init my-project")
-    files = project.create_project(folder, template=template, launcher=launcher, force=force)
+    files = project.create_project(folder, template=template, launcher=launcher, force=force, spec_only=spec_only)
     output.print_stderr(f"created {folder} from template {template}: {format_count(len(files), 'file')}")
     for path in files:
         output.print_stderr(f"  {path}", "dim")
     place = str(folder) if not str(folder).startswith("-") else f"./{folder}"
-    output.print_stdout(f"next: cd {shell.quote_word(place)} && dtctl launch")
+    named = "name your program as job.script in dtctl.yaml, then: " if spec_only else ""
+    output.print_stdout(f"next: {named}cd {shell.quote_word(place)} && dtctl launch")

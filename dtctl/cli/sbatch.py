@@ -144,4 +144,4 @@ def _submit_batch_job(spec: Spec, run: str, *, out: Path | None, as_json: bool) 
         output.emit_json({"job": ref.job, "run": run, "file": file, "log": log})
     else:
         output.print_stdout(f"job {ref.job}: run {run}")
-        output.print_stderr(f"its output: {log}\nto end it: scancel {ref.job}")
+        output.print_stderr(f"its output: {log}\n`dtctl logs {ref.job}` shows it, `dtctl stop {ref.job}` ends it")

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from dtctl import children, names
+from dtctl.errors import LaunchError
 from dtctl.launch.records.events import AttemptRunning, Emit
 from dtctl.launch.records.record import RunRecord, translate_write_errors
 from dtctl.launch.records.run_writer import RunWriter, prepare_state_folder
@@ -52,7 +53,8 @@ def launch_in_background(base_dir: Path, run: str, *, on_event: Emit) -> tuple[i
         run: run id.
         on_event: called with every event of the run until the job runs.
     """
-    partial = prepare_state_folder(base_dir, names.RUNS_DIR).parent / f".{run}.launcher.log"
+    # Another launch may use the same name at the same time, so the file has the id of this process in its name.
+    partial = prepare_state_folder(base_dir, names.RUNS_DIR).parent / f".{run}.{os.getpid()}.launcher.log"
     # A launcher that was killed before its run had a folder has left this file, or another user has put a link here.
     partial.unlink(missing_ok=True)
     with translate_write_errors(partial):
@@ -71,7 +73,7 @@ def launch_in_background(base_dir: Path, run: str, *, on_event: Emit) -> tuple[i
     while True:
         # The process is checked before its events are read, so that the last one is not missed.
         ended = process.poll() is not None
-        events = list(record.events())
+        events = list(record.events()) if _is_launched_by(record, process.pid) else []
         for event in events[handled:]:
             on_event(event)
             if isinstance(event, AttemptRunning):
@@ -84,3 +86,11 @@ def launch_in_background(base_dir: Path, run: str, *, on_event: Emit) -> tuple[i
     output = partial.read_text(encoding="utf-8", errors="replace")
     partial.unlink()
     return process.returncode, output
+
+
+def _is_launched_by(record: RunRecord, pid: int) -> bool:
+    """Return whether a process has made the record; another launch of the same name may have been faster."""
+    try:
+        return record.info().pid == pid
+    except LaunchError:
+        return False

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import dtctl
+from dtctl import names
 from dtctl.errors import RenderError, UsageError
 from dtctl.render import find_builtin_templates, render_template
 
@@ -41,7 +42,7 @@ def list_project_templates() -> list[ProjectTemplate]:
     return available
 
 
-def create_project(folder: Path, *, template: str, launcher: str, force: bool) -> list[Path]:
+def create_project(folder: Path, *, template: str, launcher: str, force: bool, spec_only: bool = False) -> list[Path]:
     """Make a project; return the written files, relative to `folder`, in order.
 
     Args:
@@ -49,6 +50,7 @@ def create_project(folder: Path, *, template: str, launcher: str, force: bool) -
         template: name of a template.
         launcher: transport of the new spec.
         force: write into a folder that is not empty, and replace files of the same name.
+        spec_only: write the spec alone, into any folder that has none.
 
     Raises:
         UsageError: an unknown template or launcher, or a folder that is not empty.
@@ -61,12 +63,14 @@ def create_project(folder: Path, *, template: str, launcher: str, force: bool) -
         raise UsageError(f"there is no launcher {launcher}", hint=f"choose one of {', '.join(LAUNCHERS)}")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file", hint="name a folder that does not exist yet")
-    if folder.is_dir() and any(folder.iterdir()) and not force:
+    if spec_only and os.path.lexists(folder / names.SPEC_FILE) and not force:
+        raise UsageError(f"{folder} has a spec", where=str(folder / names.SPEC_FILE), hint="--force would replace it")
+    if folder.is_dir() and any(folder.iterdir()) and not force and not spec_only:
         raise UsageError(f"{folder} is not empty", hint=_describe_forced_write(by_name[template].folder, folder))
     values = {"name": folder.resolve().name, "launcher": launcher, "version": dtctl.__version__}
     made: list[Path] = []
     try:
-        files = _write_project_files(by_name[template].folder, folder, values, made)
+        files = _write_project_files(by_name[template].folder, folder, values, made, spec_only=spec_only)
     except OSError as exc:
         for path in reversed(made):  # otherwise empty files would stay on a full disk
             with contextlib.suppress(OSError):
@@ -91,17 +95,18 @@ def _describe_forced_write(source: Path, folder: Path) -> str:
     """Return the hint for a folder that is not empty: it names the user's files that --force would replace."""
     replaced = [str(path) for path in _list_template_files(source) if os.path.lexists(folder / path)]
     if not replaced:
-        return "name another folder, or use --force to write into it"
-    return (
-        f"--force would replace {', '.join(replaced)}. If you have a program already, make the project in another "
-        "folder and copy its dtctl.yaml here"
-    )
+        return "name another folder, or use --force to write into it, or --spec-only if you have a program already"
+    return f"--force would replace {', '.join(replaced)}; --spec-only writes dtctl.yaml alone, for a program of yours"
 
 
-def _write_project_files(source: Path, folder: Path, values: dict[str, str], made: list[Path]) -> list[Path]:
+def _write_project_files(
+    source: Path, folder: Path, values: dict[str, str], made: list[Path], *, spec_only: bool
+) -> list[Path]:
     """Write the project; return its files, relative to `folder`. `made` receives the folders and files that are new."""
     files = []
     for relative, path in _list_template_files(source).items():
+        if spec_only and relative != Path(names.SPEC_FILE):
+            continue
         target, rendered = folder / relative, path.suffix == ".j2"
         text = render_template(path.name, values, folders=[path.parent]).encode() if rendered else path.read_bytes()
         made += [parent for parent in reversed(target.parents) if not parent.exists()]

@@ -125,6 +125,11 @@ def _matches_hash(entry: str, name: str) -> bool:
     return hmac.compare_digest(hmac.new(salt, name.encode(), hashlib.sha1).digest(), digest)
 
 
+def choose_record_file(files: Sequence[str]) -> str:
+    """Return the file of known host keys to which a new key can be added."""
+    return next((file for file in files if file not in ("/dev/null", "none")), "~/.ssh/known_hosts")
+
+
 def scan_command(name: str) -> str:
     """Return the command that prints the host keys of a name as `lookup_name` gives it."""
     host, _, port = name.partition("]:")
@@ -191,7 +196,7 @@ def check_host_key(
     if any(key.blob == blob for key in recorded_keys if not key.revoked):
         return
     valid = [key for key in recorded_keys if not key.revoked and not key.confirms_only]
-    record_file = next((file for file in files if file not in ("/dev/null", "none")), "~/.ssh/known_hosts")
+    record_file = choose_record_file(files)
     if valid:
         recorded = next((key for key in valid if key.key_type == key_type), valid[0])
         message, hint = describe_change(

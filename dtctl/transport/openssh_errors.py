@@ -9,10 +9,9 @@ from typing import Final
 
 from dtctl import shell
 from dtctl.errors import AuthError, ConnectError, HostKeyError, TransportError
-from dtctl.transport import hostkeys
+from dtctl.transport import hostkeys, sshconfig
 from dtctl.transport.base import Target
 
-USER_KNOWN_HOSTS: Final = "~/.ssh/known_hosts"
 _LOGGED_IN: Final = re.compile(r"^Authenticated to .*\n", re.MULTILINE)
 _DEBUG: Final = re.compile(r"debug\d: ")
 # Lines that ssh logs at each login and at each end, with or without an error.
@@ -113,6 +112,14 @@ def format_login_command(target: Target, *, batch: bool = True) -> str:
     return shell.join_command([*argv, "true"])
 
 
+def _find_record_file(target: Target) -> str:
+    """Return the file of known host keys that ssh reads for a node."""
+    try:
+        return hostkeys.choose_record_file(sshconfig.resolve_ssh_settings(target).known_hosts)
+    except ConnectError:  # The configuration has another mistake, too.
+        return target.known_hosts or hostkeys.choose_record_file(())
+
+
 def _explain_host_key(words: SshMessages, target: Target, debug: Callable[[], str], hop: str) -> HostKeyError:
     at_jump_host = bool(hop) and _HOST_KEY.search(words.stderr) is not None
     said = "\n".join(_find_informative_lines(words.stderr if at_jump_host else words.log))
@@ -123,7 +130,7 @@ def _explain_host_key(words: SshMessages, target: Target, debug: Callable[[], st
     keys = _FINGERPRINT.findall(debugged)
     key_type, fingerprint = keys[-1] if keys else ("a key", "")
     presented = f"{key_type} {fingerprint}".rstrip()
-    record_file = target.known_hosts or USER_KNOWN_HOSTS
+    record_file = _find_record_file(target)
     log_in = f"log in once by hand: {format_login_command(target, batch=False)}"
     if "revoked" in said.lower():
         return HostKeyError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -294,7 +295,7 @@ def test_a_run_that_is_stopped_and_resumed_says_what_it_continues_from(tmp_path:
         stopped = dtctl("stop", "one", cwd=folder)
         assert stopped.stdout == "0 processes left on 1 node\n", stopped.stderr
         assert "the last step in its metrics is 1,200" in stopped.stderr
-        assert "`dtctl launch --resume one` starts in its outputs" in stopped.stderr
+        assert "`dtctl launch --resume one` starts with what its program has left in out" in stopped.stderr
         (folder / "go").touch()
         fresh = dtctl("launch", "-d", "--name", "two", "--resume", "one", cwd=folder)
         assert "run one has no file in out/ to continue from: the program starts anew" in fresh.stderr, fresh.stderr
@@ -414,3 +415,19 @@ def test_a_program_that_prints_no_more_is_ended_where_that_was_asked_for(tmp_pat
     watched = dtctl("launch", "--json", "--set", "job.max_restarts=0", cwd=tmp_path / "p").stdout
     end = json.loads(watched.splitlines()[-1])["first_failure"]
     assert (end["node"], end["rank"]) == (None, None)
+
+
+def test_of_two_launches_of_one_name_one_runs_and_one_is_refused(tmp_path: Path) -> None:
+    folder = project(
+        tmp_path / "p", "script: t.py, kind: direct, grace_s: 1", **{"t.py": "import time; time.sleep(600)"}
+    )
+    with ThreadPoolExecutor(2) as pool:
+        both = [*pool.map(lambda _: dtctl("launch", "-d", "--name", "twice", cwd=folder), range(2))]
+    try:
+        said = "\n".join(each.stderr for each in both)
+        assert "bug in dtctl" not in said, said
+        assert sorted(each.returncode == 0 for each in both) == [False, True], said
+        assert "a run named twice already exists" in said
+        assert [*(folder / ".dtctl").glob(".*.launcher.log")] == []
+    finally:
+        assert dtctl("stop", "twice", cwd=folder).returncode == 0

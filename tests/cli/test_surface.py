@@ -80,7 +80,7 @@ def test_the_commands() -> None:
     ("arguments", "options"),
     [
         ("launch", "--nodes --slots --set --dry-run --out --detach --doctor --name --json"),
-        ("init", "--template --launcher --list --force"),
+        ("init", "--template --launcher --list --force --spec-only"),
         ("validate", "--set --schema --json"),
         ("logs", "-f --node --rank"),
         ("fetch", "--node --out --json"),
@@ -177,7 +177,7 @@ def test_a_folder_with_files_is_left_alone(tmp_path: Path) -> None:
     assert dtctl("init", "p", cwd=tmp_path).returncode == 2
     assert [path.name for path in (tmp_path / "p").iterdir()] == ["notes.txt"]
     (tmp_path / "p" / "train.py").write_text("mine")
-    assert "--force would replace train.py. If you have a program" in dtctl("init", "p", cwd=tmp_path).stderr
+    assert "--force would replace train.py; --spec-only" in dtctl("init", "p", cwd=tmp_path).stderr
 
 
 def test_the_schema_is_json(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_outputs_come_back_and_another_run_goes_on_in_them(shared: Project, push
     (shared.folder / "train.py").write_text("import time\ntime.sleep(300)\n")
     assert shared.run("launch", "--detach", "--name", "empty").code == 0
     stopped = shared.run("stop", "empty")
-    assert "`dtctl launch --resume empty` starts in its outputs" in stopped.err, stopped.err
+    assert "`dtctl launch --resume empty` starts with what its program has left in out" in stopped.err, stopped.err
     nothing = shared.run("fetch", "empty")
     assert (nothing.code, "no file was written into out/ (job.outputs)" in nothing.err) == (0, True), nothing.err
     (shared.folder / "train.py").write_text("")

@@ -486,7 +486,7 @@ REFUSED: Final[dict[Callable[[Rig], Path], str]] = {
     host_authority_for_another_host: "is unknown",
     jump_host_unknown: "jump host",
     behind_jump_host_unknown: "log in once by hand",
-    unknown: "ssh-keyscan",
+    unknown: ">> /",
     changed: "has changed",
     revoked: "revoked",
     nothing_listens: "refuses connections",

@@ -222,16 +222,20 @@ def has_snapshot(record: RunRecord) -> bool:
 
 def show_continuation(record: RunRecord) -> None:
     """Print the command that continues a stopped run, depending on what the run has saved."""
-    from dtctl.launch.continuation import find_shared_snapshot_folder, format_resume_command, keeps_own_state
+    from dtctl.launch.continuation import (
+        find_shared_snapshot_folder,
+        format_resume_command,
+        keeps_own_state,
+        list_state_paths,
+    )
     from dtctl.launch.run_spec import load_run_spec
 
-    folder = find_shared_snapshot_folder(record)
-    if not has_snapshot(record):
-        keeps = keeps_own_state(load_run_spec(record))
-        again = (
-            f"`{format_resume_command(record.run)}` starts in its outputs" if keeps else "the next launch starts over"
-        )
-        output.print_stderr(f"it has reported no snapshot: {again}")
+    folder, spec = find_shared_snapshot_folder(record), load_run_spec(record)
+    if not has_snapshot(record) and keeps_own_state(spec):
+        paths = ", ".join(list_state_paths(spec))
+        output.print_stderr(f"`{format_resume_command(record.run)}` starts with what its program has left in {paths}")
+    elif not has_snapshot(record):
+        output.print_stderr("it has reported no snapshot: the next launch starts over")
     elif folder is not None:
         output.print_stderr(
             f"the next `dtctl launch` continues from the newest good snapshot in {folder}, if there is one"

@@ -41,6 +41,7 @@ _NOT_OWN = re.compile(
     r"\[[IWEF]\d{3,4} |\[[IWEF] |^[IWEF]\d{4} |Warning:|warnings\.warn|"
     r"Watchdog caught|workMetaList|flight recorder|terminate called|what\(\):|client socket|SocketImpl|gai "
     r"error|exitcode|Terminating|ERROR\b|CRITICAL\b|Killing |Process group|heartbeat|hostname of the client|"
+    r"^\W+$|^\[\d+\]:$|^(?:rank|time|host|error_file|traceback) +: |^Root Cause |^Failures:|NO_OTHER_FAILURES|"
     r"frame #\d+|OMP_NUM_THREADS|^\s{4,}|elastic|torchrun|^\w*(?:Error|Exception)\b|slurmstepd|srun:"
 )
 

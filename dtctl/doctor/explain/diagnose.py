@@ -30,6 +30,7 @@ from dtctl.doctor.explain.read import (
     log_files,
     read_job_node_map,
     read_log_sources,
+    read_run_end,
     read_run_records,
 )
 from dtctl.doctor.explain.refine import apply_collective_verdict, refine_diagnosis
@@ -97,8 +98,24 @@ def explain_all(paths: Sequence[Path]) -> Explanation:
     layout = read_job_node_map(paths)
     dumps = [dump for file in dump_files(paths) if (dump := read_dump(file)) is not None]
     sources = itertools.chain(read_log_sources(log_files(paths, unread), unread), read_run_records(paths))
-    verdict, found = _with_dumps(*diagnose(sources, layout), dumps, layout)
+    verdict, found = _with_run_end(*_with_dumps(*diagnose(sources, layout), dumps, layout), paths)
     return Explanation(verdict=verdict, diagnoses=found, unread=unread)
+
+
+def _with_run_end(verdict: Verdict, found: list[Diagnosis], paths: Sequence[Path]) -> tuple[Verdict, list[Diagnosis]]:
+    """Correct the verdict by the end that the launcher has recorded: it has seen the exit codes of all workers."""
+    recorded = read_run_end(paths)
+    if recorded is None:
+        return verdict, found
+    end, file, line = recorded
+    if end.status == "succeeded":
+        return "no-failure", [replace(one, primary=False) for one in found]
+    if end.status == "failed" and verdict == "no-failure":
+        failed = end.first_failure.event_text if end.first_failure is not None else end.error or "it has no reason"
+        cause = f"the run failed, and its logs do not show why; its record: {failed}"
+        evidence = (Evidence(file=str(file), line=line, text=failed),)
+        return "failed-unknown", [replace(UNKNOWN, primary=True, cause=cause, evidence=evidence), *found]
+    return verdict, found
 
 
 def _with_dumps(

@@ -129,6 +129,20 @@ def _describe_newest_attempt(record: Sequence[str]) -> list[str]:
     return lines
 
 
+def read_run_end(paths: Sequence[Path]) -> tuple[RunEnded, Path, int] | None:
+    """Return the end of the run that all paths belong to, with its record's file and line; None if there is none."""
+    records = {_record_of(path) if path.is_dir() else None for path in paths}
+    record = records.pop()
+    if records or record is None:
+        return None
+    ends = [
+        (event, record, number)
+        for number, line in enumerate(read_log_content(record).text.split("\n"), 1)
+        if isinstance(event := parse_event(line), RunEnded)
+    ]
+    return ends[-1] if ends else None
+
+
 def _plan_of(path: Path) -> Path | None:
     return _find_run_file(path, names.PLAN_FILE)
 

@@ -183,6 +183,8 @@ def take_last_lines(text: str, count: int = 12) -> tuple[str, ...]:
 def find_error_line(tail: Iterable[str]) -> str:
     """Return the most informative line: the exception at the end of a traceback, else the last line."""
     lines = [re.sub(r"^\[rank\d+\]:\s?", "", line) for line in tail]
+    # Libraries draw boxes around their messages.
+    lines = [text for line in lines if re.search(r"\w", text := line.strip(" │┃|"))]
     return next(filter(is_error_line, reversed(lines)), lines[-1] if lines else "").strip()
 
 

@@ -277,9 +277,10 @@ class _NodeFetch:
     def _require_room(self, need: int) -> None:
         free = os.fstatvfs(self.folder)
         available = free.f_bavail * free.f_frsize - MARGIN_BYTES
-        if need > available:
+        if need and need > available:
             raise LaunchError(
-                f"{need >> 20} MiB are to come from {self.link.node}, and {max(0, available) >> 20} MiB are free here",
+                f"{need / 2**20:.1f} MiB are to come from {self.link.node}, and {max(0, available) / 2**20:.1f} MiB "
+                "are free here",
                 hint="name a smaller part as PATH, or another disk as `--out DIR`",
             )
 

@@ -91,7 +91,7 @@ def recorded(folder: Path, *events: Event, job: str = "") -> RunRecord:
     [
         ((SnapshotBegun(step=4),), "", "newest good snapshot"),
         ((), "", "starts over"),
-        ((), ", outputs: [out]", "`dtctl launch --resume r` starts in its outputs"),
+        ((), ", outputs: [out]", "`dtctl launch --resume r` starts with what its program has left in out"),
     ],
 )
 def test_what_continues_a_run_depends_on_what_it_has_saved(

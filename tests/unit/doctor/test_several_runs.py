@@ -159,3 +159,30 @@ def test_a_run_that_left_only_its_record_is_not_healthy(tmp_path: Path, ended: d
 def test_a_folder_with_neither_logs_nor_a_record_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no logs"):
         explain_all([tmp_path])
+
+
+def test_the_recorded_end_of_a_run_decides_whether_it_failed(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate\n")
+    agent = {"node": "node1", "rank": None, "exit_code": 181, "signal": None}
+    for ended, verdict in (
+        ({"status": "succeeded"}, "no-failure"),
+        ({"status": "failed", "first_failure": agent}, "explained"),
+    ):
+        (tmp_path / "events.jsonl").write_text(json.dumps({"event": "done", "time": 1.0, "run": "RUN", **ended}) + "\n")
+        assert explain_all([tmp_path]).verdict == verdict
+    (tmp_path / "logs" / "rank-0.log").write_text("all is well\n")
+    found = explain_all([tmp_path])
+    assert (found.verdict, found.diagnoses[0].primary) == ("failed-unknown", True)
+    assert "the agent on node1 ended with exit code 181" in found.diagnoses[0].cause
+
+
+def test_the_last_line_of_the_program_is_not_one_of_torchruns_report(tmp_path: Path) -> None:
+    (tmp_path / "agent.log").write_text(
+        "+- Unrecognized options ---+\n| Unrecognized options: -x |\n+--------------------------+\n"
+        "Failures:\n  <NO_OTHER_FAILURES>\nRoot Cause (first observed failure):\n[0]:\n"
+        "  rank      : 0 (local_rank: 0)\n  exitcode  : 2 (pid: 7)\n  error_file: <N/A>\n"
+    )
+    found = explain_all([tmp_path])
+    assert "rank      :" not in found.diagnoses[0].cause
+    assert "Unrecognized options: -x" in found.diagnoses[0].cause

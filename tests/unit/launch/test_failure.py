@@ -102,6 +102,8 @@ def test_the_summary_is_the_exception_and_not_the_advice_after_it() -> None:
     tail = take_last_lines("Traceback\n  File x\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\n\nsee the docs\n")
     assert find_error_line(tail) == "torch.OutOfMemoryError: CUDA out of memory"
     assert find_error_line(["just text"]) == "just text"
+    boxed = ["╭─ Parsing error ─╮", "│ Unrecognized options: --x │", "╰─────────────────╯"]
+    assert find_error_line(boxed) == "Unrecognized options: --x"
     assert find_error_line([]) == ""
 
 

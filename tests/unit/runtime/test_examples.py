@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dtctl.errors import UsageError
 from dtctl.render import project, render_template
 from dtctl.spec.load import load_spec
 from dtctl.train import config, settings
@@ -107,3 +108,14 @@ if __name__ == "__main__":
     for name in EXAMPLES:
         make(name, ROOT / "examples" / name)
     sys.stdout.write("examples written\n")
+
+
+def test_a_program_that_exists_gets_a_spec_alone(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(UsageError) as refused:
+        project.create_project(tmp_path, template="script", launcher="ssh", force=False)
+    assert "--spec-only" in str(refused.value.hint)
+    made = project.create_project(tmp_path, template="script", launcher="ssh", force=False, spec_only=True)
+    assert (made, {path.name for path in tmp_path.iterdir()}) == ([Path("dtctl.yaml")], {"README.md", "dtctl.yaml"})
+    with pytest.raises(UsageError, match="has a spec"):
+        project.create_project(tmp_path, template="script", launcher="ssh", force=False, spec_only=True)
