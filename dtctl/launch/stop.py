@@ -40,8 +40,10 @@ def request_launcher_stop(record: RunRecord, *, wait_s: float) -> bool:
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         if not record.has_launcher():
-            # A launcher that was killed meanwhile has not recorded an end.
-            return read_run_state(record).done is not None
+            # The launcher records the end after it has released the lock. One that was killed records none.
+            is_alive, is_done = is_launcher_alive(info), read_run_state(record).done is not None
+            if is_done or not is_alive:
+                return is_done
         time.sleep(0.05)
     raise LaunchError(
         f"the launcher of run {record.run} did not stop it within {wait_s:g} s",
