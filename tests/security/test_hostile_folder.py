@@ -200,8 +200,9 @@ FILES = (
     ".dtctl/runs/one/logs/localhost/agent.log", "report.html", "out/localhost/node.sh",
 )  # fmt: skip
 FOLDERS = (
-    ".dtctl", ".dtctl/runs", ".dtctl/cache", ".dtctl/slurm", ".dtctl/prometheus", ".dtctl/runs/one",
-    ".dtctl/runs/one/logs", ".dtctl/runs/one/logs/localhost", ".dtctl/runs/one/outputs", ".dtctl/runs/two",
+    ".dtctl", ".dtctl/runs", ".dtctl/cache", ".dtctl/environment", ".dtctl/slurm", ".dtctl/prometheus",
+    ".dtctl/runs/one", ".dtctl/runs/one/logs", ".dtctl/runs/one/logs/localhost", ".dtctl/runs/one/outputs",
+    ".dtctl/runs/two",
 )  # fmt: skip
 WRITING = (
     ("init", "."), ("stop", "one"), ("watch", "one"), ("report", "one"), ("fetch", "one"), ("sbatch", "--submit"),

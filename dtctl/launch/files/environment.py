@@ -41,6 +41,7 @@ from dtctl.launch.files.relay import BlockRelay
 from dtctl.launch.files.static_uv import find_static_uv
 from dtctl.launch.files.tree import FileTree, compute_tree_digest
 from dtctl.launch.records.events import PushProgress, PushReport
+from dtctl.launch.records.run_writer import prepare_state_folder
 from dtctl.spec.model import Spec
 from dtctl.supervisor.environments import INDEX_VARIABLES
 from dtctl.supervisor.index_hosts import describe_unreachable_host
@@ -317,8 +318,8 @@ class _EnvironmentSource:
         else:
             text, self.doubt = _resolve_requirements(self, old, report)
         if write:
-            self._lock.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _write_changed_file(self._lock, (self._head + text).encode())
+            drafts = prepare_state_folder(self.base_dir, FOLDER)
+            _write_changed_file(self._lock, (self._head + text).encode(), drafts=drafts)
         return "#\n" * self._head.count("\n") + text
 
     def build_compile_words(self, path: str) -> list[str]:
@@ -539,7 +540,7 @@ class _WheelList:
     def keep_wheel_list(self, listing: str) -> None:
         """Keep a list for the next launch."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_changed_file(self._path, listing.encode())
+        _write_changed_file(self._path, listing.encode(), drafts=self._path.parent)
 
     def choose_wheels(self, listing: str) -> _Chosen:
         """Return a lock that names the wheels of a list, and these wheels.
@@ -812,11 +813,12 @@ class EnvironmentPush:
         """
         with self._lock:
             if self._tree is None:
-                folder = self._folder / self.locked.digest
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _write_changed_file(folder / self.locked.lock_name, self.locked.lock.encode())
+                folder = prepare_state_folder(self._spec.base_dir, FOLDER) / self.locked.digest
+                folder.mkdir(mode=0o700, exist_ok=True)
+                lock = self.locked.lock.encode()
+                _write_changed_file(folder / self.locked.lock_name, lock, drafts=self._folder)
                 for wheel in self.locked.wheels:
-                    _link_file(folder / wheel.name, wheel.absolute())
+                    _link_file(folder / wheel.name, wheel.absolute(), drafts=self._folder)
                 tree = scan_data(folder, self._cache)
                 self._check_downloads(tree)
                 self._tree = tree
@@ -866,18 +868,22 @@ class EnvironmentPush:
         return FileTree(tree.root, files, compute_tree_digest(files), withheld=(), skipped=())
 
 
-def _write_changed_file(path: Path, data: bytes) -> None:
+def _write_changed_file(path: Path, data: bytes, *, drafts: Path) -> None:
+    """Replace a file in one step, unless it has these bytes.
+
+    `drafts` is a folder of the same file system that no launch scans: one at the same time would send the draft.
+    """
     if path.is_file() and path.read_bytes() == data:
         return
-    draft = path.with_name(f"..{secrets.token_hex(4)}")
+    draft = drafts / f"..{secrets.token_hex(4)}"
     draft.write_bytes(data)
     draft.replace(path)
 
 
-def _link_file(path: Path, target: Path) -> None:
+def _link_file(path: Path, target: Path, *, drafts: Path) -> None:
     """Make or replace a link in one step, so that other launches can do the same at the same time."""
     if path.is_symlink() and path.readlink() == target:
         return
-    draft = path.with_name(f"..{secrets.token_hex(4)}")
+    draft = drafts / f"..{secrets.token_hex(4)}"
     draft.symlink_to(target)
     draft.replace(path)

@@ -90,6 +90,22 @@ def test_a_folder_is_the_only_source_of_the_lock_as_well(tmp_path: Path, wheels:
     assert caught.value.where == "more.txt:1"
 
 
+def test_a_draft_of_the_lock_is_not_where_another_launch_sends_it(
+    tmp_path: Path, wheels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "requirements.txt").write_text("alpha\n")
+    replace, seen = Path.replace, []
+
+    def look_and_replace(draft: Path, target: Path) -> Path:
+        seen.append((target.name, {path.name for path in tmp_path.iterdir()}))
+        return replace(draft, target)
+
+    monkeypatch.setattr(Path, "replace", look_and_replace)
+    lock_environment(spec_of(tmp_path, requirements="requirements.txt", index="wheels"), write=True)
+    (lock,) = [names for target, names in seen if target.startswith("requirements.txt.")]
+    assert lock <= {"requirements.txt", "wheels", ".dtctl"}
+
+
 @pytest.mark.parametrize("name", ["UV_DEFAULT_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_INDEX"])
 def test_the_index_of_the_spec_replaces_variables(
     tmp_path: Path, wheels: Path, closed_port: int, name: str, monkeypatch: pytest.MonkeyPatch
