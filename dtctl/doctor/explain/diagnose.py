@@ -111,7 +111,7 @@ def _with_run_end(verdict: Verdict, found: list[Diagnosis], paths: Sequence[Path
     if end.status == "succeeded":
         return "no-failure", [replace(one, primary=False) for one in found]
     if end.status == "failed" and verdict == "no-failure":
-        failed = end.first_failure.event_text if end.first_failure is not None else end.error or "it has no reason"
+        failed = end.first_failure.event_text if end.first_failure is not None else end.error or "no reason is recorded"
         cause = f"the run failed, and its logs do not show why; its record: {failed}"
         evidence = (Evidence(file=str(file), line=line, text=failed),)
         return "failed-unknown", [replace(UNKNOWN, primary=True, cause=cause, evidence=evidence), *found]

@@ -125,15 +125,15 @@ def _describe_newest_attempt(record: Sequence[str]) -> list[str]:
             case RunEnded() if event.status == "failed" and event.first_failure is not None:
                 lines[number] = event.first_failure.event_text
             case RunEnded() if event.status == "failed":
-                lines[number] = f"error: the run failed: {event.error}"
+                lines[number] = f"error: the run failed: {event.error or 'no reason is recorded'}"
     return lines
 
 
 def read_run_end(paths: Sequence[Path]) -> tuple[RunEnded, Path, int] | None:
     """Return the end of the run that all paths belong to, with its record's file and line; None if there is none."""
     records = {_record_of(path) if path.is_dir() else None for path in paths}
-    record = records.pop()
-    if records or record is None:
+    record = records.pop() if len(records) == 1 else None
+    if record is None:
         return None
     ends = [
         (event, record, number)

@@ -146,6 +146,7 @@ def test_a_rank_of_horovodrun_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ended", [
     {"status": "failed", "error": "/x/RUN already exists"},
+    {"status": "failed"},
     {"status": "failed", "first_failure": {"node": "n1", "rank": 1, "signal": 6, "exit_code": None}},
 ])  # fmt: skip
 def test_a_run_that_left_only_its_record_is_not_healthy(tmp_path: Path, ended: dict[str, object]) -> None:
@@ -154,6 +155,7 @@ def test_a_run_that_left_only_its_record_is_not_healthy(tmp_path: Path, ended: d
     found = explain_all([tmp_path])
     assert found.verdict != "no-failure"
     assert found.diagnoses[0].evidence[0].file == str(tmp_path / "events.jsonl")
+    assert "None" not in found.diagnoses[0].cause
 
 
 def test_a_folder_with_neither_logs_nor_a_record_is_an_error(tmp_path: Path) -> None:
